@@ -1,0 +1,266 @@
+"""Rules: logical axis -> mesh axes. Which dims may be sharded is written in specs; how they are is written here.
+
+A change of parallelism is a change of rules, never of a layer. `check` refuses a set of rules that the moves of
+`funcinfer.sharding.reshard` and the layers can't serve, at config time, with a message for each law that is broken.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from funcinfer.sharding.explain import explain
+from funcinfer.sharding.mesh import Axis, Mesh, P, axis_of, drop, extends, names, suggest
+from funcinfer.spec import ParamSpec, is_spec
+from funcinfer.tree import leaves_with_path, tree_map
+
+LIBRARY_AXES: Mapping[str, str] = MappingProxyType(
+    {
+        "requests": "page-table rows, new KV rows, slots, rows of logits",
+        "pages": "cache pages; the same as requests",
+        "page_tokens": "offset inside a page (decode context parallelism)",
+        "index_page_tokens": "offset inside a page of indexer keys",
+        "tokens": "token ids, positions, input of blocks",
+        "q_tokens": "attention queries",
+        "residual_tokens": "residual stream and norms (sequence parallelism)",
+        "o_tokens": "input of o_proj; by default q_tokens less the axes of o_heads",
+        "moe_tokens": "router and dispatch",
+        "heads": "query heads",
+        "kv_heads": "key and value heads, and their cache",
+        "o_heads": "heads at the input of o_proj",
+        "index_heads": "indexer heads",
+        "mlp": "width of a dense MLP",
+        "shared_mlp": "width of shared experts",
+        "experts": "experts",
+        "expert_mlp": "width of an expert",
+        "vocab_in": "rows of the embedding",
+        "vocab_out": "rows of the head",
+        "logits": "vocabulary dim of the logits that are returned",
+        "linear_heads": "heads of linear attention",
+        "linear_tokens": "tokens of linear attention",
+        "layers": "list of layers (pipeline stages)",
+        "embed": "model width; never sharded",
+        "head_dim": "width of a head; never sharded",
+        "q_lora": "query latent; never sharded",
+        "kv_lora": "key-value latent; never sharded",
+    }
+)
+NEVER_SHARDED = ("embed", "head_dim", "q_lora", "kv_lora")
+TOKEN_AXES = ("residual_tokens", "q_tokens", "moe_tokens")
+PADDABLE = ("vocab_in", "vocab_out", "experts")
+
+
+class Rules(Mapping[str, Axis]):
+    """An immutable map from logical axes to mesh axes. The library's own names default to None.
+
+    A new name must be given, None included, so that a typo can be told from an axis that is not used.
+
+    >>> rules = Rules(heads="tp", vocab_out=("dp", "tp"))
+    >>> rules.spec("heads", None, "embed")
+    P('tp', None, None)
+    >>> rules["haeds"]
+    Traceback (most recent call last):
+    KeyError: "no rule for logical axis 'haeds'; did you mean 'heads' ...
+    """
+
+    def __init__(self, **rules: Axis) -> None:
+        given = {name: axis_of(names(axis)) for name, axis in rules.items()}
+        for name, axis in given.items():
+            if len(set(names(axis))) != len(names(axis)):
+                raise ValueError(f"rule {name}={axis!r} names a mesh axis twice")
+        rest = {name: None for name in LIBRARY_AXES if name not in given and name != "o_tokens"}
+        self._rules: dict[str, Axis] = {**given, **rest}
+        self._given = given
+
+    @classmethod
+    def none(cls) -> "Rules":
+        """Nothing sharded: the rules of one device."""
+        return cls()
+
+    def __getitem__(self, name: str) -> Axis:
+        if name in self._rules:
+            return self._rules[name]
+        if name == "o_tokens":
+            return drop(self._rules["q_tokens"], self._rules["o_heads"])
+        raise KeyError(
+            f"no rule for logical axis {name!r}{suggest(name, self._rules)}. Give it: Rules({name}=None)"
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rules)
+
+    def __len__(self) -> int:
+        return len(self._rules)
+
+    def __hash__(self) -> int:
+        return hash(tuple(sorted(self._rules.items(), key=lambda kv: kv[0])))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Rules) and self._rules == other._rules
+
+    def __repr__(self) -> str:
+        return f"Rules({', '.join(f'{n}={a!r}' for n, a in self._given.items() if a is not None)})"
+
+    def replace(self, **rules: Axis) -> "Rules":
+        """The same rules but for those given."""
+        return Rules(**{**self._given, **rules})
+
+    def spec(self, *axes: str | None) -> P:
+        """The layout of a tensor with these logical axes; KeyError for an unknown one, ValueError for a mesh axis
+        that would shard two dims."""
+        entries = [None if a is None else self[a] for a in axes]
+        try:
+            return P(*entries)
+        except ValueError as error:
+            raise ValueError(f"logical axes {axes}: {error}") from None
+
+    def specs(self, tree: Any) -> Any:
+        """The layouts of a tree of ParamSpec: the same tree of `P`."""
+        return tree_map(lambda s: self.spec(*s.axes), tree, is_leaf=is_spec)
+
+    def check(self, specs: Any, mesh: Mesh) -> None:
+        """ValueError listing every reason why these rules can't lay out `specs` on `mesh` or serve a forward."""
+        if found := self.problems(specs, mesh):
+            raise ValueError("these rules are not legal:\n  " + "\n  ".join(found))
+
+    def problems(self, specs: Any, mesh: Mesh) -> list[str]:
+        """Every reason why `check` would refuse, one line each; empty where the rules are legal."""
+        leaves = leaves_with_path(specs, is_leaf=is_spec)
+        found = _unknown_names(self, [s for _, s in leaves], mesh)
+        if found:
+            return found
+        for path, s in leaves:
+            try:
+                mesh.local_shape(s.shape, self.spec(*s.axes), path)
+            except ValueError as error:
+                pad_hint = (
+                    " (pad(specs, mesh, rules) enlarges it)" if set(s.axes) & set(PADDABLE) else ""
+                )
+                found.append(f"{error}{pad_hint}")
+        return (
+            found + _token_laws(self) + _head_laws(self, leaves, mesh) + _other_laws(self, leaves)
+        )
+
+    def explain(self, specs: Any, mesh: Mesh) -> str:
+        """A table: each leaf's axes, layout, local shape, copies and bytes a rank; layers that are alike in one row."""
+        return explain(self, specs, mesh)
+
+
+def pad(specs: Any, mesh: Mesh, rules: Rules) -> Any:
+    """The specs with vocab_in, vocab_out and experts grown to a multiple of the ranks that share them.
+
+    The size before is kept in `true_shape`, shown by `explain`; padding holds zeros, and layers mask it by config.
+    """
+
+    def grow(s: ParamSpec) -> ParamSpec:
+        shape = tuple(
+            -(-n // mesh.size(rules[a])) * mesh.size(rules[a]) if a in PADDABLE else n
+            for n, a in zip(s.shape, s.axes, strict=True)
+        )
+        return (
+            s if shape == s.shape else replace(s, shape=shape, true_shape=s.true_shape or s.shape)
+        )
+
+    return tree_map(grow, specs, is_leaf=is_spec)
+
+
+def token_multiple(rules: Rules, mesh: Mesh) -> int:
+    """What the number of tokens of one requests group must be a multiple of, so that every token layout divides it."""
+    sizes = [
+        mesh.size(drop(rules[a], rules["requests"])) for a in ("tokens", *TOKEN_AXES, "o_tokens")
+    ]
+    multiple = 1
+    for n in sizes:
+        multiple = n if n % multiple == 0 else multiple * n
+    return multiple
+
+
+def _unknown_names(rules: Rules, specs: list[ParamSpec], mesh: Mesh) -> list[str]:
+    used = {a for s in specs for a in s.axes if a is not None}
+    found = [
+        f"no rule for logical axis {a!r}{suggest(a, rules)}" for a in sorted(used) if a not in rules
+    ]
+    for name, axis in rules.items():
+        for a in names(axis):
+            if a not in mesh.names:
+                found.append(
+                    f"rule {name}={axis!r}: {mesh!r} has no axis {a!r}{suggest(a, mesh.names)}"
+                )
+        if name in NEVER_SHARDED and names(axis):
+            found.append(f"rule {name}={axis!r}: {name} is never sharded; use None")
+        hint = suggest(name, LIBRARY_AXES)
+        if name not in LIBRARY_AXES and name not in used and "did you mean" in hint:
+            found.append(f"rule {name}={axis!r} names an axis that no spec uses{hint}")
+    return found
+
+
+def _token_laws(rules: Rules) -> list[str]:
+    found = []
+    requests, tokens = rules["requests"], rules["tokens"]
+    if not extends(tokens, requests):
+        found.append(f"tokens={tokens!r} must extend requests={requests!r} at its minor end")
+    for name in TOKEN_AXES[:2]:
+        if not extends(rules[name], tokens):
+            found.append(f"{name}={rules[name]!r} must extend tokens={tokens!r} at its minor end")
+    residual = rules["residual_tokens"]
+    for name in TOKEN_AXES[1:]:
+        if not (extends(rules[name], residual) or extends(residual, rules[name])):
+            found.append(
+                f"{name}={rules[name]!r} and residual_tokens={residual!r} must be on one chain:"
+                f" one extends the other at its minor end"
+            )
+    if rules["pages"] != requests:
+        found.append(
+            f"pages={rules['pages']!r} must equal requests={requests!r}: a request's pages live with it"
+        )
+    return found
+
+
+def _head_laws(rules: Rules, leaves: list[tuple[str, ParamSpec]], mesh: Mesh) -> list[str]:
+    found = []
+    heads, kv_heads, page_tokens = rules["heads"], rules["kv_heads"], rules["page_tokens"]
+    for a, b in (
+        ("page_tokens", "requests"),
+        ("page_tokens", "kv_heads"),
+        ("index_page_tokens", "requests"),
+        ("kv_heads", "tokens"),
+        ("heads", "q_tokens"),
+        ("o_heads", "o_tokens"),
+        ("expert_mlp", "moe_tokens"),
+        ("expert_mlp", "experts"),
+        ("logits", "requests"),
+    ):
+        if shared := sorted(set(names(rules[a])) & set(names(rules[b]))):
+            found.append(
+                f"{a}={rules[a]!r} and {b}={rules[b]!r} share {shared}: they must be disjoint"
+            )
+    stay = drop(heads, page_tokens)
+    if not extends(heads, stay):
+        found.append(f"page_tokens={page_tokens!r} must be the minor axes of heads={heads!r}")
+    if not extends(stay, kv_heads):
+        found.append(f"heads={heads!r} must start with the axes of kv_heads={kv_heads!r}")
+    counts = {n for _, s in leaves for n, a in zip(s.shape, s.axes, strict=True) if a == "kv_heads"}
+    copies = drop(stay, kv_heads)
+    if names(copies) and counts and max(counts) > mesh.size(kv_heads):
+        found.append(
+            f"heads={heads!r} is finer than kv_heads={kv_heads!r} by {copies!r}, which copies KV heads; that needs one"
+            f" whole KV head a rank, but {max(counts)} heads lie on {mesh.size(kv_heads)}:"
+            f" give kv_heads {max(counts)} ranks, or put {copies!r} into page_tokens"
+        )
+    return found
+
+
+def _other_laws(rules: Rules, leaves: list[tuple[str, ParamSpec]]) -> list[str]:
+    axes = {a for _, s in leaves for a in s.axes}
+    found = []
+    if "vocab_in" in axes and "vocab_out" not in axes and rules["vocab_in"] != rules["vocab_out"]:
+        found.append(
+            f"the head is tied to the embedding, so vocab_in={rules['vocab_in']!r} must equal"
+            f" vocab_out={rules['vocab_out']!r}"
+        )
+    allowed = drop(rules["vocab_out"], rules["requests"])
+    if rules["logits"] not in (None, allowed):
+        found.append(
+            f"logits={rules['logits']!r} must be None or vocab_out less requests, here {allowed!r}"
+        )
+    return found
