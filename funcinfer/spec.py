@@ -1,7 +1,8 @@
-"""ParamSpec: the one declaration of a tensor (shape, logical axes, dtype, initialiser) that everything else reads.
+"""ParamSpec: the one declaration of a tensor (shape, logical axes, dtype, initialiser) that
+everything else reads.
 
-Initialisation, sharding, checkpoint slicing, memory arithmetic and cache allocation are all maps over a tree of
-specs. Caches are declared with the same type as weights.
+Initialisation, sharding, checkpoint slicing, memory arithmetic and cache allocation are all maps
+over a tree of specs. Caches are declared with the same type as weights.
 """
 
 import hashlib
@@ -26,6 +27,7 @@ class Normal:
     def __call__(
         self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype
     ) -> torch.Tensor:
+        """A tensor of `shape`, drawn in at least float32."""
         draw = torch.randn(
             shape, generator=generator, dtype=torch.promote_types(dtype, torch.float32)
         )
@@ -41,6 +43,7 @@ class Constant:
     def __call__(
         self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype
     ) -> torch.Tensor:
+        """A tensor of `shape`; the generator is not used."""
         return torch.full(shape, self.value, dtype=dtype)
 
 
@@ -51,8 +54,9 @@ ones, zeros = Constant(1.0), Constant(0.0)
 class ParamSpec:
     """A tensor's global shape, one logical axis (or None) a dim, dtype and initialiser.
 
-    `true_shape` is the shape before `sharding.pad` enlarged it; rows past it hold zeros and are masked by the layer
-    that reads them. ValueError where `axes` and `shape` differ in length or a dim is negative.
+    `true_shape` is the shape before `sharding.pad` enlarged it; rows past it hold zeros and are
+    masked by the layer that reads them. ValueError where `axes` and `shape` differ in length or a
+    dim is negative.
 
     >>> ParamSpec((8, 64, 512), ("heads", None, "embed")).nbytes
     524288
@@ -89,7 +93,8 @@ def is_spec(x: Any) -> bool:
 def init(specs: Any, seed: int = 0, *, device: torch.device | str = "cpu") -> Any:
     """Tensors for a tree of specs. Each leaf's draw depends on (seed, its path) alone.
 
-    So neither a mesh nor a sibling leaf changes it. Leaves are made on the CPU and moved to `device`.
+    So neither a mesh nor a sibling leaf changes it. Leaves are made on the CPU and moved to
+    `device`.
 
     >>> init({"w": ParamSpec((2, 3), (None, "embed"), torch.float32)})["w"].shape
     torch.Size([2, 3])
@@ -132,10 +137,11 @@ def empty(specs: Any, *, fill: float | None = None, device: torch.device | str =
 
 
 def with_dtype(specs: Any, dtype: torch.dtype) -> Any:
-    """The specs with their 16-bit leaves in `dtype`. Leaves declared wider stay at least as wide as declared.
+    """The specs with their 16-bit leaves in `dtype`. Leaves declared wider stay at least as wide as
+    declared.
 
-    A router bias declared float32 stays float32 in a bfloat16 model and becomes float64 in a float64 one.
-    Integer leaves are left alone.
+    A router bias declared float32 stays float32 in a bfloat16 model and becomes float64 in a
+    float64 one. Integer leaves are left alone.
     """
 
     def cast(s: ParamSpec) -> ParamSpec:

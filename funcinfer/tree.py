@@ -1,7 +1,8 @@
 """Pytrees: nested dicts, lists, tuples and `@pytree` dataclasses, and the paths of their leaves.
 
-This is the only file that imports torch's pytree, which is private in torch 2.11 to 2.14. A leaf is whatever is not
-a registered container: tensors, `ParamSpec`, `P`, numbers and None. A path joins keys with dots: `layers.3.attn.wq`.
+This is the only file that imports torch's pytree, which is private in torch 2.11 to 2.14. A leaf is
+whatever is not a registered container: tensors, `ParamSpec`, `P`, numbers and None. A path joins
+keys with dots: `layers.3.attn.wq`.
 """
 
 import dataclasses
@@ -30,10 +31,11 @@ def static(**options: Any) -> Any:
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, static))
 def pytree(cls: type[T]) -> type[T]:
-    """Make `cls` a frozen dataclass whose fields, but for the `static` ones, are children of a pytree.
+    """Make `cls` a frozen dataclass whose fields, but for the `static` ones, are children of a
+    pytree.
 
-    torch's own `register_dataclass` loses the values of fields it is told to drop, so static fields travel in the
-    node's context here and take part in the comparison of two structures.
+    torch's own `register_dataclass` loses the values of fields it is told to drop, so static fields
+    travel in the node's context here and take part in the comparison of two structures.
     """
     cls = dataclasses.dataclass(frozen=True)(cls)
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
@@ -96,10 +98,11 @@ def leaves_with_path(tree: Any, is_leaf: Leaf | None = None) -> list[tuple[str, 
 
 
 def map_with_path(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Leaf | None = None) -> Any:
-    """`f(path, leaf, *others)` over the leaves of `tree`; `rest` are matched to it leaf by leaf, by path.
+    """`f(path, leaf, *others)` over the leaves of `tree`; `rest` are matched to it leaf by leaf, by
+    path.
 
     >>> map_with_path(lambda path, x: f"{path}={x}", {"a": 1, "b": [2]})
-    {'a': 'a=1', 'b': ['b=2']}
+    {'a': 'a=1', 'b': ['b.0=2']}
     """
     paths = [p for p, _ in leaves_with_path(tree, is_leaf)]
     leaves, structure = tree_flatten(tree, is_leaf)
@@ -110,7 +113,9 @@ def map_with_path(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Leaf | 
 def align(
     tree: Any, paths: list[str], *, is_leaf: Leaf | None = None, what: str = "tree"
 ) -> list[Any]:
-    """The leaves of `tree` in the order of `paths`; ValueError naming paths that are missing or too many."""
+    """The leaves of `tree` in the order of `paths`; ValueError naming paths that are missing or too
+    many.
+    """
     found = dict(leaves_with_path(tree, is_leaf))
     missing = [p for p in paths if p not in found]
     extra = [p for p in found if p not in set(paths)]

@@ -1,4 +1,6 @@
-"""Meshes, rules, collectives and moves: how tensors lie over ranks, and how they get from one layout to another."""
+"""Meshes, rules, collectives and moves: how tensors lie over ranks, and how they get from one
+layout to another.
+"""
 
 from funcinfer.sharding import presets
 from funcinfer.sharding.collectives import (

@@ -1,12 +1,12 @@
 """Collectives over named mesh axes, with JAX's names. `None` and axes of size 1 are the identity.
 
-    psum            A[I]{U_X}  -> A[I]             all_gather      A[I_X] -> A[I]
-    psum_scatter    A[I]{U_X}  -> A[I_X]           all_to_all      A[I_X, J] -> A[I, J_X]
-    ppermute        shifts whole tensors           pmax            maximum in place of the sum of psum
+    psum            A[I]{U_X}  -> A[I]        pmax            the same with a maximum for the sum
+    psum_scatter    A[I]{U_X}  -> A[I_X]      all_to_all      A[I_X, J] -> A[I, J_X]
+    all_gather      A[I_X]     -> A[I]        ppermute        sends whole tensors
 
-`axis` is a name, a tuple of names (major first) or None. Each call gives a new tensor; no input is written. A caller
-must not write a tensor in place while other ranks may still read it. Inference only: a tensor that requires
-grad raises, because no gradient rule is defined across ranks.
+`axis` is a name, a tuple of names (major first) or None. Each call gives a new tensor; no input is
+written. A caller must not write a tensor in place while other ranks may still read it. Inference
+only: a tensor that requires grad raises, because no gradient rule is defined across ranks.
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,9 @@ def all_gather(x: torch.Tensor, axis: Axis, *, dim: int) -> torch.Tensor:
 
 
 def psum_scatter(x: torch.Tensor, axis: Axis, *, dim: int) -> torch.Tensor:
-    """This rank's part along `dim` of the sum over `axis`. ValueError where `dim` does not divide evenly."""
+    """This rank's part along `dim` of the sum over `axis`. ValueError where `dim` does not divide
+    evenly.
+    """
     if axis_size(axis) == 1:
         return x
     _divides(x, axis, dim, "psum_scatter")
@@ -66,7 +68,9 @@ def psum_scatter(x: torch.Tensor, axis: Axis, *, dim: int) -> torch.Tensor:
 
 
 def all_to_all(x: torch.Tensor, axis: Axis, *, split: int, concat: int) -> torch.Tensor:
-    """Send part i along `split` to rank i of `axis`; join what comes along `concat`, in index order."""
+    """Send part i along `split` to rank i of `axis`; join what comes along `concat`, in index
+    order.
+    """
     if axis_size(axis) == 1:
         return x
     _divides(x, axis, split, "all_to_all")
@@ -76,10 +80,11 @@ def all_to_all(x: torch.Tensor, axis: Axis, *, split: int, concat: int) -> torch
 def all_to_all_v(
     x: torch.Tensor, axis: Axis, counts: Sequence[int]
 ) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Send `counts[i]` rows of dim 0 (grouped by target, in order) to rank i; the rows that come, and their counts.
+    """Send `counts[i]` rows of dim 0 (grouped by target, in order) to rank i; the rows that come,
+    and their counts.
 
-    The counts are host integers and both sides must agree, so this waits for the host: the eager prefill option.
-    ValueError where the counts do not add up to the rows of `x`.
+    The counts are host integers and both sides must agree, so this waits for the host: the eager
+    prefill option. ValueError where the counts do not add up to the rows of `x`.
     """
     if len(counts) != axis_size(axis) or sum(counts) != x.shape[0] or min(counts) < 0:
         raise ValueError(
@@ -92,7 +97,8 @@ def all_to_all_v(
 
 
 def ppermute(x: torch.Tensor, axis: Axis, perm: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Send whole tensors along (source, target) pairs of indices; a rank that gets nothing holds zeros.
+    """Send whole tensors along (source, target) pairs of indices; a rank that gets nothing holds
+    zeros.
 
     ValueError where an index is out of range, or is source or target twice.
     """
@@ -100,8 +106,8 @@ def ppermute(x: torch.Tensor, axis: Axis, perm: Sequence[tuple[int, int]]) -> to
     for role, ends in (("source", [s for s, _ in perm]), ("target", [t for _, t in perm])):
         if len(set(ends)) != len(ends) or not all(0 <= e < size for e in ends):
             raise ValueError(
-                f"ppermute over {axis!r} of {size}: perm {tuple(perm)} must name each {role} from 0 to"
-                f" {size - 1} at most once"
+                f"ppermute over {axis!r} of {size}: perm {tuple(perm)} must name each {role}"
+                f" from 0 to {size - 1} at most once"
             )
     if size == 1:
         return x if perm else torch.zeros_like(x)
@@ -125,6 +131,6 @@ def _comm(x: torch.Tensor, what: str):
 def _divides(x: torch.Tensor, axis: Axis, dim: int, what: str) -> None:
     if x.shape[dim] % axis_size(axis):
         raise ValueError(
-            f"{what}: dim {dim} of shape {tuple(x.shape)} is {x.shape[dim]}, which the {axis_size(axis)} ranks"
-            f" of {axis!r} do not divide evenly; pad it first"
+            f"{what}: dim {dim} of shape {tuple(x.shape)} is {x.shape[dim]}, which the"
+            f" {axis_size(axis)} ranks of {axis!r} do not divide evenly; pad it first"
         )

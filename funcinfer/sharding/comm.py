@@ -1,7 +1,8 @@
 """The axis environment of a rank, and the protocol of what carries its collectives.
 
-The environment is the one piece of ambient state in funcinfer: `shard_map` binds it for each of its threads and `bind`
-for a serving process. It lives in a `threading.local`, which `torch.compile(fullgraph=True)` can trace through.
+The environment is the one piece of ambient state in funcinfer: `shard_map` binds it for each of its
+threads and `bind` for a serving process. It lives in a `threading.local`, which
+`torch.compile(fullgraph=True)` can trace through.
 """
 
 import threading
@@ -17,7 +18,9 @@ from funcinfer.sharding.mesh import Axis, Coord, Mesh, names
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of one collective: `members` in index order along `axes`, and this rank's `index` among them."""
+    """The ranks of one collective: `members` in index order along `axes`, and this rank's `index`
+    among them.
+    """
 
     axes: tuple[str, ...]
     members: tuple[int, ...]
@@ -30,26 +33,49 @@ class Group:
 
 
 class Comm(Protocol):
-    """What carries collectives between ranks. Each method gives a new tensor and never writes its input.
+    """What carries collectives between ranks. Each method gives a new tensor and never writes its
+    input.
 
-    Semantics are those of `funcinfer.sharding.collectives`, which checks arguments before it calls these.
+    Semantics are those of `funcinfer.sharding.collectives`, which checks arguments before it calls
+    these.
     """
 
-    rank: int
+    @property
+    def rank(self) -> int:
+        """This rank's number in the mesh."""
+        ...
 
-    def psum(self, x: torch.Tensor, group: Group) -> torch.Tensor: ...
-    def pmax(self, x: torch.Tensor, group: Group) -> torch.Tensor: ...
-    def all_gather(self, x: torch.Tensor, group: Group, *, dim: int) -> torch.Tensor: ...
-    def psum_scatter(self, x: torch.Tensor, group: Group, *, dim: int) -> torch.Tensor: ...
-    def all_to_all(
-        self, x: torch.Tensor, group: Group, *, split: int, concat: int
-    ) -> torch.Tensor: ...
+    def psum(self, x: torch.Tensor, group: Group) -> torch.Tensor:
+        """The sum over the group."""
+        ...
+
+    def pmax(self, x: torch.Tensor, group: Group) -> torch.Tensor:
+        """The elementwise maximum over the group."""
+        ...
+
+    def all_gather(self, x: torch.Tensor, group: Group, *, dim: int) -> torch.Tensor:
+        """All parts joined along `dim`."""
+        ...
+
+    def psum_scatter(self, x: torch.Tensor, group: Group, *, dim: int) -> torch.Tensor:
+        """This rank's part along `dim` of the sum."""
+        ...
+
+    def all_to_all(self, x: torch.Tensor, group: Group, *, split: int, concat: int) -> torch.Tensor:
+        """Part i along `split` goes to member i; what comes is joined along `concat`."""
+        ...
+
     def all_to_all_v(
         self, x: torch.Tensor, group: Group, counts: Sequence[int]
-    ) -> tuple[torch.Tensor, tuple[int, ...]]: ...
+    ) -> tuple[torch.Tensor, tuple[int, ...]]:
+        """`counts[i]` rows go to member i; the rows that come, and how many from each."""
+        ...
+
     def ppermute(
         self, x: torch.Tensor, group: Group, perm: Sequence[tuple[int, int]]
-    ) -> torch.Tensor: ...
+    ) -> torch.Tensor:
+        """The tensor of the member that sends to this one, or zeros."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -128,17 +154,18 @@ Exchange = Callable[[torch.Tensor, Group, str], list[torch.Tensor]]
 
 @dataclass(frozen=True)
 class ExchangeComm:
-    """Every collective from one primitive: `exchange(x, group, what)` gives the tensors of all members in order.
+    """Every collective from one primitive: `exchange(x, group, what)` gives the tensors of all
+    members in order.
 
-    Threads meet in a rendezvous; a recorder on meta tensors answers with copies of its own. `what` says the
-    operation and its arguments, so that ranks in different collectives can be told apart.
+    Threads meet in a rendezvous; a recorder on meta tensors answers with copies of its own. `what`
+    says the operation and its arguments, so that ranks in different collectives can be told apart.
     """
 
     rank: int
     exchange: Exchange
 
     def psum(self, x: torch.Tensor, group: Group) -> torch.Tensor:
-        """Sum over the members, added in index order on every rank, so that all hold the same bits."""
+        """Sum over the members, added in index order on every rank: all hold the same bits."""
         return _sum(self.exchange(x, group, "psum"))
 
     def pmax(self, x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -192,6 +219,7 @@ def _sum(parts: list[torch.Tensor]) -> torch.Tensor:
 
 def _unbound(axis: str, state: str) -> str:
     return (
-        f"mesh axis {axis!r} is not bound ({state}). Call the function through shard_map(f, Mesh({axis}=...), ...)"
-        f" or inside `with bind(mesh, comm)`, or take the axis out of the rules"
+        f"mesh axis {axis!r} is not bound ({state}). Call the function through"
+        f" shard_map(f, Mesh({axis}=...), ...) or inside `with bind(mesh, comm)`,"
+        f" or take the axis out of the rules"
     )

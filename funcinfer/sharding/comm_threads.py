@@ -1,7 +1,8 @@
 """Ranks as threads of one process: the rendezvous in which their collectives meet.
 
-A collective can go wrong in five ways, and each ends all ranks with one error: a rank raises; a rank returns without
-the call the others wait in; ranks wait in different calls; their calls differ in shape; or one is not there in time.
+A collective can go wrong in five ways, and each ends all ranks with one error: a rank raises; a
+rank returns without the call the others wait in; ranks wait in different calls; their calls differ
+in shape; or one is not there in time.
 """
 
 import threading
@@ -29,7 +30,9 @@ class _Slot:
 
 
 class Rendezvous:
-    """Where the thread ranks of one run meet. Collectives match by group and by their order within it."""
+    """Where the thread ranks of one run meet. Collectives match by group and by their order within
+    it.
+    """
 
     def __init__(self, mesh: Mesh, timeout: float) -> None:
         self.mesh, self.timeout = mesh, timeout
@@ -57,7 +60,7 @@ class Rendezvous:
             self._condition.notify_all()
 
     def wait_for_all(self, grace: float = 5.0) -> bool:
-        """Wait until every rank has ended, at most `grace` seconds past an error; whether all did."""
+        """Wait until every rank has ended, at most `grace` s past an error; whether all did."""
         with self._condition:
             limit = None
             while len(self._ended) < self.mesh.num_ranks:

@@ -12,11 +12,12 @@ if TYPE_CHECKING:
     from funcinfer.sharding.rules import Rules
 
 HEADER = ("leaf", "axes", "shape", "layout", "local shape", "copies", "bytes a rank")
-Row = tuple[str, str, str, str, str, str, str]
 
 
 def explain(rules: "Rules", specs: Any, mesh: Mesh) -> str:
-    """The table as text, headed by the mesh and the rules in force, footed by the total and notes on padding."""
+    """The table as text, headed by the mesh and the rules in force, footed by the total and notes
+    on padding.
+    """
     merged: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     total, copied, notes = 0, 0, []
     for path, s in leaves_with_path(specs, is_leaf=is_spec):
@@ -27,10 +28,10 @@ def explain(rules: "Rules", specs: Any, mesh: Mesh) -> str:
         copied += size if copies > 1 else 0
         if s.true_shape and s.true_shape != s.shape:
             notes.append(f"{path} is padded from {s.true_shape} to {s.shape}")
-    rows: list[Row] = [HEADER]  # type: ignore[list-item]
+    rows: list[tuple[str, ...]] = [HEADER]
     for (pattern, row), paths in merged.items():
         label = paths[0] if len(paths) == 1 else f"{pattern} x{len(paths)}"
-        rows.append((label, *row))  # type: ignore[arg-type]
+        rows.append((label, *row))
     lines = [f"{mesh!r}: {mesh.num_ranks} ranks", _rule_line(rules), "", align_columns(rows), ""]
     lines.append(f"{total:,} bytes a rank, {copied:,} of them also held by another rank")
     lines += _rep_notes(rules, mesh) + notes

@@ -1,7 +1,9 @@
-"""P and Mesh: named mesh axes and the layout of a tensor over them. Pure description; no process group, no device.
+"""P and Mesh: named mesh axes and the layout of a tensor over them. Pure description; no process
+group, no device.
 
-Ranks are numbered with the last axis fastest. A product of axes is a tuple, major first: on `("dp", "tp")` the index
-of a rank is `dp_index * tp_size + tp_index`, whatever order the mesh declares them in.
+Ranks are numbered with the last axis fastest. A product of axes is a tuple, major first: on `("dp",
+"tp")` the index of a rank is `dp_index * tp_size + tp_index`, whatever order the mesh declares them
+in.
 """
 
 import itertools
@@ -16,7 +18,7 @@ Coord = Mapping[str, int]
 
 
 def names(axis: Axis) -> tuple[str, ...]:
-    """The mesh axes of a rule's value, major first: `names(None) == ()`, `names("tp") == ("tp",)`."""
+    """The mesh axes of a rule, major first: `names(None) == ()`, `names("tp") == ("tp",)`."""
     if axis is None:
         return ()
     return (axis,) if isinstance(axis, str) else tuple(axis)
@@ -57,7 +59,8 @@ def extends(finer: Axis, coarser: Axis) -> bool:
 
 
 def longer(a: Axis, b: Axis) -> Axis:
-    """The finer of two token layouts of one chain; ValueError where neither extends the other at its minor end.
+    """The finer of two token layouts of one chain; ValueError where neither extends the other at
+    its minor end.
 
     >>> longer("dp", ("dp", "tp"))
     ('dp', 'tp')
@@ -67,12 +70,14 @@ def longer(a: Axis, b: Axis) -> Axis:
     if extends(b, a):
         return b
     raise ValueError(
-        f"token rules {a!r} and {b!r} are not on one chain: one must extend the other at its minor end"
+        f"token rules {a!r} and {b!r} are not on one chain:"
+        f" one must extend the other at its minor end"
     )
 
 
 class P(tuple[Axis, ...]):
-    """How a tensor lies over a mesh: one entry a dim, full rank always, `None` for a dim held whole.
+    """How a tensor lies over a mesh: one entry a dim, full rank always, `None` for a dim held
+    whole.
 
     ValueError where one mesh axis is put on two dims.
 
@@ -81,6 +86,7 @@ class P(tuple[Axis, ...]):
     """
 
     def __new__(cls, *entries: Axis) -> "P":
+        """One argument a dim: a mesh axis, a tuple of them, or None."""
         spec = super().__new__(cls, (axis_of(names(e)) for e in entries))
         used = [a for e in spec for a in names(e)]
         if twice := sorted({a for a in used if used.count(a) > 1}):
@@ -183,7 +189,9 @@ class Mesh:
         )
 
     def local_shape(self, shape: Sequence[int], spec: P, path: str = "") -> tuple[int, ...]:
-        """The shape of one rank's part; ValueError for a wrong rank or a dim that does not divide evenly."""
+        """The shape of one rank's part; ValueError for a wrong rank or a dim that does not divide
+        evenly.
+        """
         where = f"{path}: " if path else ""
         if len(spec) != len(shape):
             raise ValueError(

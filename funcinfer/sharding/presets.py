@@ -1,7 +1,8 @@
 """Named sets of rules, and the preset that a mesh's axis names ask for.
 
-Each preset is a function of a model's KV-head count (None where the cache has no KV heads, as MLA) and sizes; it gives
-the mesh and the rules. They are ordinary `Rules`: change one with `rules.replace(...)`.
+Each preset is a function of a model's KV-head count (None where the cache has no KV heads, as MLA)
+and sizes; it gives the mesh and the rules. They are ordinary `Rules`: change one with
+`rules.replace(...)`.
 """
 
 import math
@@ -16,10 +17,11 @@ def single() -> tuple[Mesh, Rules]:
 
 
 def tp(num_kv_heads: int | None, size: int, *, dp: int = 1, sp: bool = False) -> tuple[Mesh, Rules]:
-    """Tensor parallelism over `size` ranks, times `dp` data-parallel groups; `sp` deals the residual stream's tokens.
+    """Tensor parallelism over `size` ranks, times `dp` data-parallel groups; `sp` deals the
+    residual stream's tokens.
 
-    With fewer KV heads than `size`, `tp` counts KV-head shards and `rep` their copies. ValueError where `size` and
-    the number of KV heads do not divide one another.
+    With fewer KV heads than `size`, `tp` counts KV-head shards and `rep` their copies. ValueError
+    where `size` and the number of KV heads do not divide one another.
 
     >>> tp(2, 4)[0]
     Mesh(tp=2, rep=2)
@@ -28,16 +30,18 @@ def tp(num_kv_heads: int | None, size: int, *, dp: int = 1, sp: bool = False) ->
 
 
 def for_mesh(num_kv_heads: int | None, mesh: Mesh, *, sp: bool = False) -> tuple[Mesh, Rules]:
-    """The preset that the axis names of `mesh` ask for: `dp` deals requests; `tp` (with `rep`) shards heads, MLPs and
-    vocabulary.
+    """The preset that the axis names of `mesh` ask for: `dp` deals requests; `tp` (with `rep`)
+    shards heads, MLPs and vocabulary.
 
-    A `tp` larger than the number of KV heads becomes `tp` x `rep`. ValueError for an axis name without a meaning here.
+    A `tp` larger than the number of KV heads becomes `tp` x `rep`. ValueError for an axis name
+    without a meaning here.
     """
     known = ("dp", "tp", "rep")
     for name in mesh.names:
         if name not in known:
             raise ValueError(
-                f"no preset for axis {name!r} of {mesh!r}: presets know {', '.join(known)}; give rules=Rules(...)"
+                f"no preset for axis {name!r} of {mesh!r}: presets know {', '.join(known)};"
+                f" give rules=Rules(...)"
             )
     mesh = split_kv_heads(num_kv_heads, mesh)
     data: Axis = "dp" if "dp" in mesh.names else None
@@ -52,13 +56,13 @@ def for_mesh(num_kv_heads: int | None, mesh: Mesh, *, sp: bool = False) -> tuple
 
 def data_parallel(axis: Axis) -> dict[str, Axis]:
     """The rules that deal requests, their pages and tokens over `axis`."""
-    return {name: axis for name in ("requests", "pages", "tokens", "q_tokens", "moe_tokens")}
+    return dict.fromkeys(("requests", "pages", "tokens", "q_tokens", "moe_tokens"), axis)
 
 
 def tensor_parallel(heads: Axis, kv_heads: Axis) -> dict[str, Axis]:
-    """The rules that shard heads, widths and vocabulary over `heads`, and KV heads over `kv_heads`."""
+    """Heads, widths and vocabulary sharded over `heads`, and KV heads over `kv_heads`."""
     wide = ("heads", "o_heads", "mlp", "shared_mlp", "expert_mlp", "vocab_in", "vocab_out")
-    return {**{name: heads for name in wide}, "kv_heads": kv_heads}
+    return {**dict.fromkeys(wide, heads), "kv_heads": kv_heads}
 
 
 def split_kv_heads(num_kv_heads: int | None, mesh: Mesh) -> Mesh:

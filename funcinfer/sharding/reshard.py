@@ -3,9 +3,10 @@
     reshard    A[I_X] -> A[I_Y]          same values, another layout
     reduce_to  A[I]{U_X} -> A[I_Y]       finish partial sums over X, in the layout that is wanted
 
-Dim 0 is the token dim and is a bag: each token carries its position, row and slot, which move by the same route as
-the tensor, so an axis may leave it from any place and come back. The other dims are ordered: axes join and leave
-them at the minor end only. What can't be reached in that way is a ValueError that names both layouts.
+Dim 0 is the token dim and is a bag: each token carries its position, row and slot, which move by
+the same route as the tensor, so an axis may leave it from any place and come back. The other dims
+are ordered: axes join and leave them at the minor end only. What can't be reached in that way is a
+ValueError that names both layouts.
 """
 
 import torch
@@ -22,13 +23,15 @@ from funcinfer.sharding.mesh import Axis, P, axis_of, drop, extends, names
 
 
 def reshard(x: torch.Tensor, src: P, dst: P) -> torch.Tensor:
-    """Same values in layout `dst`. Per mesh axis: it stays, leaves (all_gather), changes dim (all_to_all) or arrives.
+    """Same values in layout `dst`. Per mesh axis: it stays, leaves (all_gather), changes dim
+    (all_to_all) or arrives.
 
-    An axis that arrives is cut out of values that its ranks hold alike. Axes that leave one dim for the same target
-    form one collective over their tuple.
+    An axis that arrives is cut out of values that its ranks hold alike. Axes that leave one dim for
+    the same target form one collective over their tuple.
 
     >>> from funcinfer.sharding import Mesh, shard_map
-    >>> f = shard_map(lambda x: reshard(x, P("tp", None), P(None, "tp")), Mesh(tp=2), (P("tp", None),), P(None, "tp"))
+    >>> rows, columns = P("tp", None), P(None, "tp")
+    >>> f = shard_map(lambda x: reshard(x, rows, columns), Mesh(tp=2), (rows,), columns)
     >>> f(torch.arange(4).view(2, 2))
     tensor([[0, 1],
             [2, 3]])
@@ -59,7 +62,8 @@ def reshard(x: torch.Tensor, src: P, dst: P) -> torch.Tensor:
 
 
 def reduce_to(y: torch.Tensor, over: Axis, src: P, dst: P) -> torch.Tensor:
-    """Finish sums that are partial over `over`: scatter those axes that `dst` deals, psum the rest, cut what is alike.
+    """Finish sums that are partial over `over`: scatter those axes that `dst` deals, psum the rest,
+    cut what is alike.
 
     `src` is the layout of the partial sums. ValueError where `dst` drops or moves an axis of `src`.
     """

@@ -1,7 +1,9 @@
-"""Rules: logical axis -> mesh axes. Which dims may be sharded is written in specs; how they are is written here.
+"""Rules: logical axis -> mesh axes. Which dims may be sharded is written in specs; how they are is
+written here.
 
-A change of parallelism is a change of rules, never of a layer. `check` refuses a set of rules that the moves of
-`funcinfer.sharding.reshard` and the layers can't serve, at config time, with a message for each law that is broken.
+A change of parallelism is a change of rules, never of a layer. `check` refuses a set of rules that
+the moves of `funcinfer.sharding.reshard` and the layers can't serve, at config time, with a message
+for each law that is broken.
 """
 
 from collections.abc import Iterator, Mapping
@@ -53,7 +55,8 @@ PADDABLE = ("vocab_in", "vocab_out", "experts")
 class Rules(Mapping[str, Axis]):
     """An immutable map from logical axes to mesh axes. The library's own names default to None.
 
-    A new name must be given, None included, so that a typo can be told from an axis that is not used.
+    A new name must be given, None included, so that a typo can be told from an axis that is not
+    used.
 
     >>> rules = Rules(heads="tp", vocab_out=("dp", "tp"))
     >>> rules.spec("heads", None, "embed")
@@ -83,7 +86,8 @@ class Rules(Mapping[str, Axis]):
         if name == "o_tokens":
             return drop(self._rules["q_tokens"], self._rules["o_heads"])
         raise KeyError(
-            f"no rule for logical axis {name!r}{suggest(name, self._rules)}. Give it: Rules({name}=None)"
+            f"no rule for logical axis {name!r}{suggest(name, self._rules)}."
+            f" Give it: Rules({name}=None)"
         )
 
     def __iter__(self) -> Iterator[str]:
@@ -106,8 +110,10 @@ class Rules(Mapping[str, Axis]):
         return Rules(**{**self._given, **rules})
 
     def spec(self, *axes: str | None) -> P:
-        """The layout of a tensor with these logical axes; KeyError for an unknown one, ValueError for a mesh axis
-        that would shard two dims."""
+        """The layout of a tensor with these logical axes.
+
+        KeyError for an unknown one, ValueError for a mesh axis that would shard two dims.
+        """
         entries = [None if a is None else self[a] for a in axes]
         try:
             return P(*entries)
@@ -119,7 +125,9 @@ class Rules(Mapping[str, Axis]):
         return tree_map(lambda s: self.spec(*s.axes), tree, is_leaf=is_spec)
 
     def check(self, specs: Any, mesh: Mesh) -> None:
-        """ValueError listing every reason why these rules can't lay out `specs` on `mesh` or serve a forward."""
+        """ValueError listing every reason why these rules can't lay out `specs` on `mesh` or serve
+        a forward.
+        """
         if found := self.problems(specs, mesh):
             raise ValueError("these rules are not legal:\n  " + "\n  ".join(found))
 
@@ -142,14 +150,18 @@ class Rules(Mapping[str, Axis]):
         )
 
     def explain(self, specs: Any, mesh: Mesh) -> str:
-        """A table: each leaf's axes, layout, local shape, copies and bytes a rank; layers that are alike in one row."""
+        """A table: each leaf's axes, layout, local shape, copies and bytes a rank; layers that are
+        alike in one row.
+        """
         return explain(self, specs, mesh)
 
 
 def pad(specs: Any, mesh: Mesh, rules: Rules) -> Any:
-    """The specs with vocab_in, vocab_out and experts grown to a multiple of the ranks that share them.
+    """The specs with vocab_in, vocab_out and experts grown to a multiple of the ranks that share
+    them.
 
-    The size before is kept in `true_shape`, shown by `explain`; padding holds zeros, and layers mask it by config.
+    The size before is kept in `true_shape`, shown by `explain`; padding holds zeros, and layers
+    mask it by config.
     """
 
     def grow(s: ParamSpec) -> ParamSpec:
@@ -165,7 +177,9 @@ def pad(specs: Any, mesh: Mesh, rules: Rules) -> Any:
 
 
 def token_multiple(rules: Rules, mesh: Mesh) -> int:
-    """What the number of tokens of one requests group must be a multiple of, so that every token layout divides it."""
+    """What the number of tokens of one requests group must be a multiple of, so that every token
+    layout divides it.
+    """
     sizes = [
         mesh.size(drop(rules[a], rules["requests"])) for a in ("tokens", *TOKEN_AXES, "o_tokens")
     ]
@@ -211,7 +225,8 @@ def _token_laws(rules: Rules) -> list[str]:
             )
     if rules["pages"] != requests:
         found.append(
-            f"pages={rules['pages']!r} must equal requests={requests!r}: a request's pages live with it"
+            f"pages={rules['pages']!r} must equal requests={requests!r}:"
+            f" a request's pages live with it"
         )
     return found
 
@@ -243,8 +258,9 @@ def _head_laws(rules: Rules, leaves: list[tuple[str, ParamSpec]], mesh: Mesh) ->
     copies = drop(stay, kv_heads)
     if names(copies) and counts and max(counts) > mesh.size(kv_heads):
         found.append(
-            f"heads={heads!r} is finer than kv_heads={kv_heads!r} by {copies!r}, which copies KV heads; that needs one"
-            f" whole KV head a rank, but {max(counts)} heads lie on {mesh.size(kv_heads)}:"
+            f"heads={heads!r} is finer than kv_heads={kv_heads!r} by {copies!r}, which copies KV"
+            f" heads; that needs one whole KV head a rank,"
+            f" but {max(counts)} heads lie on {mesh.size(kv_heads)}:"
             f" give kv_heads {max(counts)} ranks, or put {copies!r} into page_tokens"
         )
     return found

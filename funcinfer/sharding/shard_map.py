@@ -1,7 +1,9 @@
-"""Running a function on local tensors over a mesh: split global tensors, run every rank, join the results.
+"""Running a function on local tensors over a mesh: split global tensors, run every rank, join the
+results.
 
-`shard_map(f, mesh, in_specs, out_specs)` is the three in a row, with ranks as threads of this process. A loop that
-must not copy its cache each step holds a `ThreadRanks` (or `ProcessRanks`, one rank a process) and calls them itself.
+`shard_map(f, mesh, in_specs, out_specs)` is the three in a row, with ranks as threads of this
+process. A loop that must not copy its cache each step holds a `ThreadRanks` (or `ProcessRanks`, one
+rank a process) and calls them itself.
 """
 
 import queue
@@ -12,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from funcinfer.sharding.comm import Env, use_env
+from funcinfer.sharding.comm import Env, solo, use_env
 from funcinfer.sharding.comm_threads import Aborted, Rendezvous
 from funcinfer.sharding.mesh import Coord, Mesh, P, is_p
 from funcinfer.tree import align, leaves_with_path, tree_flatten, tree_unflatten
@@ -30,9 +32,17 @@ class Ranks(Protocol):
 
     mesh: Mesh
 
-    def split(self, tree: Any, specs: Any, *, copy: bool = False) -> list[Any]: ...
-    def run(self, f: Callable[..., Any], *args: list[Any]) -> list[Any]: ...
-    def join(self, outs: list[Any], specs: Any, *, check: bool = True) -> Any: ...
+    def split(self, tree: Any, specs: Any, *, copy: bool = False, what: str = "tree") -> list[Any]:
+        """The local trees of a global one."""
+        ...
+
+    def run(self, f: Callable[..., Any], *args: list[Any]) -> list[Any]:
+        """`f(*locals)` on each rank."""
+        ...
+
+    def join(self, outs: list[Any], specs: Any, *, check: bool = True, what: str = "output") -> Any:
+        """The global tree of local ones."""
+        ...
 
 
 def shard(x: torch.Tensor, spec: P, mesh: Mesh, coord: Coord, path: str = "") -> torch.Tensor:
@@ -51,7 +61,9 @@ def shard(x: torch.Tensor, spec: P, mesh: Mesh, coord: Coord, path: str = "") ->
 def split_tree(
     tree: Any, specs: Any, mesh: Mesh, coord: Coord, *, copy: bool = False, what: str = "tree"
 ) -> Any:
-    """The local tree at `coord`. Leaves that are not tensors go to every rank as they are; their spec is None."""
+    """The local tree at `coord`. Leaves that are not tensors go to every rank as they are; their
+    spec is None.
+    """
     pairs = leaves_with_path(tree)
     layouts = align(specs, [p for p, _ in pairs], is_leaf=is_p, what=f"the specs of {what}")
     locals_ = []
@@ -75,7 +87,9 @@ def split_tree(
 def join_leaf(
     parts: Sequence[torch.Tensor], spec: P, mesh: Mesh, path: str, check: bool
 ) -> torch.Tensor:
-    """The global tensor of all ranks' parts (rank order); ValueError where declared replicas differ."""
+    """The global tensor of all ranks' parts (rank order); ValueError where declared replicas
+    differ.
+    """
     coords = mesh.coords()
     if len(spec) != parts[0].ndim:
         raise ValueError(
@@ -119,7 +133,8 @@ def _check_replica(
     axes = [k for k in coords[i] if coords[i][k] != coords[j][k]]
     raise ValueError(
         f"{what}, so ranks {i} ({coords[i]}) and {j} ({coords[j]}) must hold the same,"
-        f" but they differ by up to {gap:.3g} (largest value {scale:.3g}). A psum over {axes} may be missing,"
+        f" but they differ by up to {gap:.3g} (largest value {scale:.3g})."
+        f" A psum over {axes} may be missing,"
         f" a replicated argument may be written in place, or the output is sharded over {axes}"
     )
 
@@ -141,7 +156,9 @@ class ThreadRanks:
         self._queues: list[queue.SimpleQueue[Callable[[], None] | None]] = []
 
     def split(self, tree: Any, specs: Any, *, copy: bool = False, what: str = "tree") -> list[Any]:
-        """One local tree a rank. Whole tensors are shared between ranks unless `copy`: donated ones need it."""
+        """One local tree a rank. Whole tensors are shared between ranks unless `copy`: donated ones
+        need it.
+        """
         return [
             split_tree(tree, specs, self.mesh, c, copy=copy, what=what) for c in self.mesh.coords()
         ]
@@ -151,6 +168,9 @@ class ThreadRanks:
 
         The caller's grad mode and inference mode hold in the ranks.
         """
+        if self.mesh.num_ranks == 1:
+            with use_env(Env(self.mesh, self.mesh.coords()[0], solo())):
+                return [f(*(a[0] for a in args))]
         hub = Rendezvous(self.mesh, self.timeout)
         outs: list[Any] = [None] * self.mesh.num_ranks
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
@@ -174,7 +194,9 @@ class ThreadRanks:
         return outs
 
     def join(self, outs: list[Any], specs: Any, *, check: bool = True, what: str = "output") -> Any:
-        """The global tree. With `check`, parts that `specs` declares replicated must be equal on all ranks."""
+        """The global tree. With `check`, parts that `specs` declares replicated must be equal on
+        all ranks.
+        """
         pairs = [leaves_with_path(o) for o in outs]
         paths = [p for p, _ in pairs[0]]
         for rank, other in enumerate(pairs):
@@ -192,7 +214,7 @@ class ThreadRanks:
     def _finish(self, hub: Rendezvous) -> None:
         try:
             if not hub.wait_for_all():
-                self._queues = []  # a rank is stuck: leave its thread behind and start anew next time
+                self._queues = []  # a rank is stuck: leave its thread behind, start anew next time
         except BaseException as interrupt:
             hub.fail(interrupt)
             raise
@@ -227,11 +249,12 @@ def shard_map(
 ) -> Callable[..., Any]:
     """`f` of local tensors as a function of global ones: one thread a rank, all in this process.
 
-    `in_specs` has one tree of `P` an argument, of the argument's structure (None for what is not a tensor); `out_specs`
-    likewise for the result. With `check`, outputs declared replicated must be equal on all ranks. An argument that `f`
-    writes in place must be named in `donate`: each rank then gets a copy of its own. `ranks` runs it elsewhere
-    than on threads. ValueError for a wrong number of specs, a dim that does not divide, ranks that differ or an
-    argument written without being donated. Source: jax.shard_map.
+    `in_specs` has one tree of `P` an argument, of the argument's structure (None for what is not a
+    tensor); `out_specs` likewise for the result. With `check`, outputs declared replicated must be
+    equal on all ranks. An argument that `f` writes in place must be named in `donate`: each rank
+    then gets a copy of its own. `ranks` runs it elsewhere than on threads. ValueError for a wrong
+    number of specs, a dim that does not divide, ranks that differ or an argument written without
+    being donated. Source: jax.shard_map.
 
     >>> from funcinfer.sharding import all_gather
     >>> f = shard_map(lambda x: all_gather(x, "tp", dim=0), Mesh(tp=2), (P("tp"),), P(None))
@@ -244,7 +267,7 @@ def shard_map(
         if len(args) != len(in_specs):
             raise ValueError(f"shard_map: {len(in_specs)} in_specs for {len(args)} arguments")
         locals_ = [
-            ranks.split(a, s, copy=i in donate, what=f"argument {i}")  # type: ignore[call-arg]
+            ranks.split(a, s, copy=i in donate, what=f"argument {i}")
             for i, (a, s) in enumerate(zip(args, in_specs, strict=True))
         ]
         before = [_versions(tree) for tree in args]
@@ -252,7 +275,8 @@ def shard_map(
         for i, (tree, old) in enumerate(zip(args, before, strict=True)):
             if i not in donate and (written := _written(tree, old)):
                 raise ValueError(
-                    f"argument {i}{written} was written in place; ranks share it, so name it: donate=({i},)"
+                    f"argument {i}{written} was written in place; ranks share it,"
+                    f" so name it: donate=({i},)"
                 )
         return ranks.join(outs, out_specs, check=check)
 
