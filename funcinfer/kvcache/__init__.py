@@ -1,0 +1,1 @@
+"""Paged caches: layout arithmetic, the page pool, cache pytrees and batches."""
