@@ -1,0 +1,227 @@
+"""Batch, Step and how they are made: flat tokens of many requests, with visibility as an interval per token.
+
+Prefill, chunk, decode and verify rows mix freely: a token sees the positions [lo, hi) of its own request, nothing
+else is said about it. `make_batch` builds a Batch on the host; `prepare` turns it, once a forward and on each rank,
+into a Step whose slots and bounds are local to the rank's part of the cache.
+
+    T tokens, T' new KV rows (the tokens in the requests layout), R requests, M pages a request, L rows that want logits
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from funcinfer.kvcache.layout import local_len, local_slots, zigzag
+from funcinfer.sharding import P, Rules, axis_index, axis_size, drop, reshard
+from funcinfer.tree import pytree
+
+Tables = tuple[torch.Tensor, torch.Tensor]
+RopeTables = Callable[[torch.Tensor], Tables]
+
+
+@pytree
+class Batch:
+    """One step's input, int32. Position -1 is padding: it sees nothing and writes to the scratch page.
+
+    `rows` indexes `page_table`; `slots` is page * page_size + offset of each new KV row; `out` indexes tokens in the
+    requests layout. On a mesh each of them counts within its own requests group.
+    """
+
+    tokens: torch.Tensor  # [T]      tokens
+    positions: torch.Tensor  # [T]   tokens
+    rows: torch.Tensor  # [T]        tokens
+    slots: torch.Tensor  # [T']      requests
+    page_table: torch.Tensor  # [R, M] requests
+    kv_lens: torch.Tensor  # [R]     requests
+    out: torch.Tensor  # [L]         requests
+
+
+@pytree
+class Step:
+    """What the layers read: the Batch with bounds, slots and rope tables of this rank.
+
+    `tokens`, `positions`, `k_rope` are in the tokens layout; `q_positions`, `q_rope` in q_tokens; `rows`, `lo`, `hi` in
+    q_tokens less page_tokens, where attention runs; `slots` are local; cos and sin are [T, rotary_dim / 2].
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    q_positions: torch.Tensor
+    rows: torch.Tensor
+    lo: torch.Tensor
+    hi: torch.Tensor
+    slots: torch.Tensor
+    page_table: torch.Tensor
+    kv_lens: torch.Tensor
+    k_rope: Tables
+    q_rope: Tables
+
+
+def batch_specs(rules: Rules) -> Batch:
+    """The layout of each field of a Batch."""
+    tokens, requests = P(rules["tokens"]), P(rules["requests"])
+    return Batch(  # type: ignore[arg-type]
+        tokens=tokens,
+        positions=tokens,
+        rows=tokens,
+        slots=requests,
+        page_table=P(rules["requests"], None),
+        kv_lens=requests,
+        out=requests,
+    )
+
+
+def prepare(
+    batch: Batch, *, rules: Rules, rope: RopeTables, page_size: int, interleave: int = 1
+) -> Step:
+    """The Step of a rank, from its part of the Batch: the only place where bounds and slots are localised.
+
+    `page_size` counts a request's tokens, whatever part of a page this rank holds; `interleave` is the run of offsets
+    that one rank of page_tokens owns. `rope(positions)` gives (cos, sin).
+    """
+    tokens, q_tokens, dealt = rules["tokens"], rules["q_tokens"], rules["page_tokens"]
+    n, r = axis_size(dealt), axis_index(dealt)
+    q_positions = reshard(batch.positions, P(tokens), P(q_tokens))
+    rows = reshard(batch.rows, P(tokens), P(q_tokens))
+    attend = P(drop(q_tokens, dealt))
+    seen = reshard(q_positions, P(q_tokens), attend) + 1
+    return Step(
+        tokens=batch.tokens,
+        positions=batch.positions,
+        q_positions=q_positions,
+        rows=reshard(rows, P(q_tokens), attend),
+        lo=torch.zeros_like(seen),
+        hi=local_len(seen, n, interleave, r),
+        slots=local_slots(batch.slots, page_size, n, interleave, r),
+        page_table=batch.page_table,
+        kv_lens=batch.kv_lens,
+        k_rope=rope(batch.positions),
+        q_rope=rope(q_positions),
+    )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One request's part in a step: tokens at positions start, start + 1, ...; its pages; how many of the last tokens
+    want logits."""
+
+    tokens: Sequence[int]
+    start: int
+    pages: Sequence[int]
+    wanted: int = 1
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """The padded sizes of one requests group's Batch: T, R, M and L."""
+
+    tokens: int
+    requests: int
+    pages: int
+    out: int
+
+
+def batch_shape(
+    groups: Sequence[Sequence[Rows]], *, parts: int = 1, multiple: int = 1
+) -> BatchShape:
+    """The smallest sizes that hold every group. T is a multiple of `multiple` and of `parts`.
+
+    `multiple` is `token_multiple(rules, mesh)`; `parts` the number of ranks that share a request's tokens (PCP).
+    """
+    multiple = int(np.lcm(multiple, parts))
+    longest = max((_longest_part(rows, parts) for rows in groups), default=0)
+    return BatchShape(
+        tokens=max(-(-longest * parts // multiple), 1) * multiple,
+        requests=max([len(rows) for rows in groups] + [1]),
+        pages=max([len(r.pages) for rows in groups for r in rows] + [1]),
+        out=max([sum(r.wanted for r in rows) for rows in groups] + [1]),
+    )
+
+
+def make_batch(
+    groups: Sequence[Sequence[Rows]],
+    *,
+    page_size: int,
+    shape: BatchShape | None = None,
+    parts: int = 1,
+    multiple: int = 1,
+) -> Batch:
+    """The global Batch: one group of requests for each coordinate of `requests`, padded alike and joined in order.
+
+    Rows of logits come in order of the requests and, in a request, of its last `wanted` tokens; those past a group's
+    own are padding. ValueError where a request lacks pages or a group is larger than `shape`.
+
+    >>> batch = make_batch([[Rows([7, 8, 9], start=2, pages=[3, 5])]], page_size=4)
+    >>> batch.slots.tolist(), batch.out.tolist()
+    ([14, 15, 20], [2])
+    """
+    shape = shape or batch_shape(groups, parts=parts, multiple=multiple)
+    made = [_group(rows, shape, page_size, parts) for rows in groups]
+    fields = [f.name for f in dataclasses.fields(Batch)]
+    return Batch(**{f: torch.from_numpy(np.concatenate([m[f] for m in made])) for f in fields})
+
+
+def _group(
+    rows: Sequence[Rows], shape: BatchShape, page_size: int, parts: int
+) -> dict[str, np.ndarray]:
+    tokens, requests, out = (
+        np.zeros(n, np.int32) for n in (shape.tokens, shape.requests, shape.out)
+    )
+    positions, slots = np.full(shape.tokens, -1, np.int32), np.zeros(shape.tokens, np.int32)
+    owners = np.zeros(shape.tokens, np.int32)
+    table = np.zeros((shape.requests, shape.pages), np.int32)
+    _fits(rows, shape, parts)
+    part_size = shape.tokens // parts
+    filled, wants = [0] * parts, 0
+    for row, r in enumerate(rows):
+        count = len(r.tokens)
+        if len(r.pages) * page_size < r.start + count:
+            raise ValueError(
+                f"row {row}: positions up to {r.start + count - 1} need more than its {len(r.pages)} pages"
+                f" of {page_size} tokens"
+            )
+        pages = np.asarray(r.pages, np.int64)
+        table[row, : len(pages)] = pages
+        requests[row] = r.start + count
+        places = np.empty(count, np.int64)
+        for part, offsets in enumerate(zigzag(count, parts)):
+            first = part * part_size + filled[part]
+            places[offsets] = np.arange(first, first + len(offsets))
+            filled[part] += len(offsets)
+        at = r.start + np.arange(count)
+        tokens[places], positions[places], owners[places] = r.tokens, at, row
+        slots[places] = pages[at // page_size] * page_size + at % page_size
+        out[wants : wants + r.wanted] = places[count - r.wanted :]
+        wants += r.wanted
+    return dict(
+        tokens=tokens,
+        positions=positions,
+        rows=owners,
+        slots=slots,
+        page_table=table,
+        kv_lens=requests,
+        out=out,
+    )
+
+
+def _fits(rows: Sequence[Rows], shape: BatchShape, parts: int) -> None:
+    for row, r in enumerate(rows):
+        if not 0 <= r.wanted <= len(r.tokens):
+            raise ValueError(f"row {row}: wants logits of {r.wanted} of its {len(r.tokens)} tokens")
+    needs = batch_shape([rows], parts=parts)
+    for name in ("tokens", "requests", "pages", "out"):
+        if getattr(needs, name) > getattr(shape, name):
+            raise ValueError(
+                f"a group needs {name}={getattr(needs, name)}, but the shape has {name}={getattr(shape, name)}"
+            )
+
+
+def _longest_part(rows: Sequence[Rows], parts: int) -> int:
+    filled = [0] * parts
+    for r in rows:
+        for part, offsets in enumerate(zigzag(len(r.tokens), parts)):
+            filled[part] += len(offsets)
+    return max(filled)

@@ -1,0 +1,247 @@
+"""The generic decoder: embeds tokens, runs a list of layers, norms, and gives logits.
+
+A layer is an ordered dict of sublayers; each is normed and joined to the residual stream by the layer's
+`connect`. A family is a short list of such layers, and a variant is another sublayer in one of them.
+
+    x = embed(ids);  for each sublayer: x = connect(x, u -> sublayer(norm(u)));  logits = head(norm(x))
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from funcinfer.kvcache.batch import Batch, Step, prepare
+from funcinfer.layers import primitives as ops
+from funcinfer.layers.embedding import embed, embedding_specs, lm_head, lm_head_specs, take_rows
+from funcinfer.layers.rope import Rope, rope_tables
+from funcinfer.sharding import P, Rules
+from funcinfer.spec import ParamSpec, ones
+from funcinfer.tree import pytree
+
+Params = dict[str, Any]
+Cache = dict[str, Any]
+Shared = Mapping[str, Any]
+State = tuple[Cache, Shared]
+Branch = Callable[[torch.Tensor], tuple[torch.Tensor, State]]
+
+
+@dataclass(frozen=True)
+class Sublayer:
+    """A function with the specs of its parameters and of the caches it owns.
+
+    `apply(p, u, cache, step, shared, *, rules) -> (y, cache, shared)`: `u` and `y` are [T, D] in the
+    residual_tokens layout. `cache` holds this sublayer's own entries by their names in `cache_specs`, and
+    those it `reads` (entries of earlier layers, by their full names), which it must not write. `shared` holds
+    tensors of this step that later layers read; give back `{**shared, name: value}`.
+    `cache_specs(num_pages, page_size)` is a dict of cache pytrees of ParamSpec.
+    """
+
+    specs: Any
+    apply: Callable[..., tuple[torch.Tensor, Cache, Shared]]
+    cache_specs: Callable[[int, int], Cache] = lambda num_pages, page_size: {}
+    reads: tuple[str, ...] = ()
+
+
+def pure(f: Callable[..., torch.Tensor], specs: Any) -> Sublayer:
+    """Lift `f(p, u, *, rules) -> y`, which has no cache, to a Sublayer: an MLP, or a layer from a notebook."""
+
+    def apply(
+        p: Params, u: torch.Tensor, cache: Cache, step: Step, shared: Shared, *, rules: Rules
+    ) -> tuple[torch.Tensor, Cache, Shared]:
+        return f(p, u, rules=rules), cache, shared
+
+    return Sublayer(specs, apply)
+
+
+def cached(
+    f: Callable[..., tuple[torch.Tensor, Any]],
+    specs: Any,
+    cache_specs: Callable[[int, int], Any],
+) -> Sublayer:
+    """Lift `f(p, u, cache, step, *, rules) -> (y, cache)`, which has one cache entry, to a Sublayer."""
+
+    def apply(
+        p: Params, u: torch.Tensor, cache: Cache, step: Step, shared: Shared, *, rules: Rules
+    ) -> tuple[torch.Tensor, Cache, Shared]:
+        y, kv = f(p, u, cache["kv"], step, rules=rules)
+        return y, {**cache, "kv": kv}, shared
+
+    return Sublayer(specs, apply, lambda pages, size: {"kv": cache_specs(pages, size)})
+
+
+def residual(p: Params, x: torch.Tensor, branch: Branch) -> tuple[torch.Tensor, State]:
+    """The plain connection: x + sublayer(norm(x))."""
+    y, state = branch(x)
+    return x + y, state
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Sublayers by name, in order, and how each is joined to the residual stream.
+
+    Parameters of sublayer `attn` are `attn` and, for the norm before it, `attn_norm`.
+    `connect(p, x, branch) -> (x, state)` calls `branch(u) -> (y, state)`, which norms `u` and runs the
+    sublayer, once; only `connect` knows the shape of `x`.
+    """
+
+    sublayers: Mapping[str, Sublayer]
+    connect: Callable[[Params, torch.Tensor, Branch], tuple[torch.Tensor, State]] = residual
+
+    def replace(self, **sublayers: Sublayer) -> "Layer":
+        """The layer with some sublayers replaced; ValueError for a name that it does not have."""
+        for name in sublayers:
+            if name not in self.sublayers:
+                raise ValueError(
+                    f"no sublayer {name!r}: this layer has {', '.join(self.sublayers)}"
+                )
+        return dataclasses.replace(self, sublayers={**self.sublayers, **sublayers})
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A decoder-only language model as data: its layers in order, and the sizes around them."""
+
+    vocab_size: int
+    embed_dim: int
+    layers: tuple[Layer, ...]
+    norm_eps: float
+    rope: Rope
+    tied_head: bool = False
+    norm: Callable[..., torch.Tensor] = ops.rms_norm
+
+    def replace(self, index: int, **sublayers: Sublayer) -> "Decoder":
+        """The decoder with sublayers of one layer replaced: `decoder.replace(3, attn=mine)`."""
+        layers = list(self.layers)
+        layers[index] = layers[index].replace(**sublayers)
+        return dataclasses.replace(self, layers=tuple(layers))
+
+
+@pytree
+class Output:
+    """`logits` [L, V] in the (requests, logits) layout; `hidden` [T, D], after the final norm, in residual_tokens."""
+
+    logits: torch.Tensor
+    hidden: torch.Tensor
+
+
+def output_specs(rules: Rules) -> Output:
+    """The layout of an Output."""
+    return Output(  # type: ignore[arg-type]
+        logits=P(rules["requests"], rules["logits"]), hidden=P(rules["residual_tokens"], None)
+    )
+
+
+def norm_specs(embed_dim: int) -> ParamSpec:
+    """The weight of a norm over the model width."""
+    return ParamSpec((embed_dim,), ("embed",), init=ones)
+
+
+def decoder_specs(decoder: Decoder) -> Params:
+    """The parameters: `embed`, `layers` (a list), `norm`, and `head` where it is not tied to `embed`."""
+    specs: Params = dict(
+        embed=embedding_specs(decoder.vocab_size, decoder.embed_dim),
+        layers=[_layer_specs(layer, decoder.embed_dim) for layer in decoder.layers],
+        norm=norm_specs(decoder.embed_dim),
+    )
+    if not decoder.tied_head:
+        specs["head"] = lm_head_specs(decoder.vocab_size, decoder.embed_dim)
+    return specs
+
+
+def cache_specs(decoder: Decoder, num_pages: int, page_size: int) -> Cache:
+    """The caches of all layers: `layers.{index}.{name}` -> cache pytree of ParamSpec."""
+    return {
+        _cache_name(index, name): entry
+        for index, layer in enumerate(decoder.layers)
+        for sublayer in layer.sublayers.values()
+        for name, entry in sublayer.cache_specs(num_pages, page_size).items()
+    }
+
+
+def forward(
+    decoder: Decoder,
+    params: Params,
+    cache: Cache,
+    batch: Batch,
+    *,
+    rules: Rules,
+    page_size: int,
+    interleave: int = 1,
+    length: int | None = None,
+) -> tuple[Output, Cache]:
+    """One step on this rank: logits of the rows that `batch.out` names, and the cache with the new rows.
+
+    The cache is donated. `length` is the context length for which RoPE tables that depend on it are chosen; None is
+    the model's own. The same function serves prefill, chunks, decode and verification, under any legal rules.
+    """
+
+    def rope(positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return rope_tables(decoder.rope, positions_T, length=length)
+
+    step = prepare(batch, rules=rules, rope=rope, page_size=page_size, interleave=interleave)
+    x_TD = embed(params["embed"], batch.tokens, rules=rules)
+    state: State = (cache, {})
+    for index, (layer, p) in enumerate(zip(decoder.layers, params["layers"], strict=True)):
+        x_TD, state = run_layer(decoder, index, p, x_TD, state, step, rules=rules)
+    hidden_TD = decoder.norm(x_TD, params["norm"], eps=decoder.norm_eps)
+    x_LD = take_rows(hidden_TD, batch.out, rules=rules)
+    head = params["embed"] if decoder.tied_head else params["head"]
+    logits_LV = lm_head(head, x_LD, vocab_size=decoder.vocab_size, rules=rules)
+    return Output(logits_LV, hidden_TD), state[0]
+
+
+def run_layer(
+    decoder: Decoder,
+    index: int,
+    p: Params,
+    x: torch.Tensor,
+    state: State,
+    step: Step,
+    *,
+    rules: Rules,
+) -> tuple[torch.Tensor, State]:
+    """Layer `index` of the decoder: its sublayers in order, each with its own entries of the cache."""
+    layer = decoder.layers[index]
+    for name, sublayer in layer.sublayers.items():
+
+        def branch(
+            u: torch.Tensor, name: str = name, sublayer: Sublayer = sublayer, state: State = state
+        ) -> tuple[torch.Tensor, State]:
+            u = decoder.norm(u, p[f"{name}_norm"], eps=decoder.norm_eps)
+            return _run_sublayer(sublayer, index, p[name], u, state, step, rules=rules)
+
+        x, state = layer.connect(p, x, branch)
+    return x, state
+
+
+def _run_sublayer(
+    sublayer: Sublayer,
+    index: int,
+    p: Params,
+    u: torch.Tensor,
+    state: State,
+    step: Step,
+    *,
+    rules: Rules,
+) -> tuple[torch.Tensor, State]:
+    cache, shared = state
+    prefix = _cache_name(index, "")
+    own = {k.removeprefix(prefix): v for k, v in cache.items() if k.startswith(prefix)}
+    read = {k: cache[k] for k in sublayer.reads}
+    y, new, shared = sublayer.apply(p, u, {**own, **read}, step, shared, rules=rules)
+    return y, ({**cache, **{prefix + k: new[k] for k in own}}, shared)
+
+
+def _layer_specs(layer: Layer, embed_dim: int) -> Params:
+    specs: Params = {}
+    for name, sublayer in layer.sublayers.items():
+        specs[f"{name}_norm"] = norm_specs(embed_dim)
+        specs[name] = sublayer.specs
+    return specs
+
+
+def _cache_name(index: int, name: str) -> str:
+    return f"layers.{index}.{name}"
