@@ -22,7 +22,7 @@ PACKAGE = ROOT / "funcinfer"
 ROOMS = (
     ("funcinfer.tree", "funcinfer.spec"),
     ("funcinfer.sharding",),
-    ("funcinfer.checkpoint",),
+    ("funcinfer.checkpoint", "funcinfer.checkpoint_files", "funcinfer.name_map"),
     ("funcinfer.layers.primitives",),
     ("funcinfer.kvcache",),
     ("funcinfer.layers",),
