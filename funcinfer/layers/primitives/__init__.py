@@ -1,0 +1,107 @@
+"""The primitive ops, each run by the back end of the device that its first argument lies on.
+
+`from funcinfer.layers import primitives as ops; ops.rms_norm(x, w, eps=eps)`. This is the one
+place where a back end is chosen. A back end is a module with the same names, signatures, defaults
+and dtypes as `reference`, which defines what is correct; it stands in `BACKENDS` by device type.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from funcinfer.layers.primitives import reference
+from funcinfer.layers.primitives.reference_attention import PagedCache
+
+__all__ = [
+    "BACKENDS",
+    "PagedCache",
+    "force_reference",
+    "layer_norm",
+    "merge_lse",
+    "paged_attention",
+    "rms",
+    "rms_norm",
+    "rms_norm_fp32_weight",
+    "rms_norm_one_plus",
+    "rotate_half_split",
+    "rotate_interleaved",
+    "swiglu",
+    "swiglu_clamped",
+    "swiglu_oai",
+]
+
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
+
+BACKENDS: dict[str, ModuleType] = {"cpu": reference, "meta": reference, "cuda": reference}
+
+
+class _Choice(threading.local):
+    forced: bool = False
+
+
+_choice = _Choice()
+
+
+@contextmanager
+def force_reference() -> Iterator[None]:
+    """Run every primitive of this thread on the reference back end, whatever the device.
+
+    >>> with force_reference():
+    ...     rms(torch.ones(1, 2), eps=0.0)
+    tensor([[1., 1.]])
+    """
+    before = _choice.forced
+    _choice.forced = True
+    try:
+        yield
+    finally:
+        _choice.forced = before
+
+
+def _backend(first: object) -> ModuleType:
+    if not isinstance(first, torch.Tensor):
+        raise TypeError(
+            f"a primitive's first argument is {type(first).__name__}; it must be the tensor whose "
+            "device chooses the back end"
+        )
+    if _choice.forced:
+        return reference
+    device = first.device.type
+    if device not in BACKENDS:
+        raise ValueError(
+            f"no back end of the primitives for device type {device!r}; there are "
+            f"{sorted(BACKENDS)}. Move the tensors, or use force_reference()"
+        )
+    return BACKENDS[device]
+
+
+def _op(definition: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
+    """The op of this definition's name, from the back end of its first argument's device."""
+    name = definition.__name__
+
+    @functools.wraps(definition)
+    def dispatched(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
+        first = args[0] if args else next(iter(kwargs.values()))
+        return getattr(_backend(first), name)(*args, **kwargs)
+
+    return dispatched
+
+
+rms = _op(reference.rms)
+rms_norm = _op(reference.rms_norm)
+rms_norm_fp32_weight = _op(reference.rms_norm_fp32_weight)
+rms_norm_one_plus = _op(reference.rms_norm_one_plus)
+layer_norm = _op(reference.layer_norm)
+swiglu = _op(reference.swiglu)
+swiglu_clamped = _op(reference.swiglu_clamped)
+swiglu_oai = _op(reference.swiglu_oai)
+rotate_half_split = _op(reference.rotate_half_split)
+rotate_interleaved = _op(reference.rotate_interleaved)
+paged_attention = _op(reference.paged_attention)
+merge_lse = _op(reference.merge_lse)

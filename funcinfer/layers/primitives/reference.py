@@ -1,0 +1,211 @@
+"""Norms, activations and rotations in plain torch: the definition that every back end is held to.
+
+    rms         y[T, D] = x / sqrt(mean_D(x^2) + eps)                    (Zhang & Sennrich 2019)
+    layer_norm  y[T, D] = (x - mean_D x) / sqrt(var_D x + eps) * w + b   (Ba et al. 2016)
+    swiglu      y[T, F] = silu(gate[T, F]) * up[T, F]                    (Shazeer 2020)
+    rotate_*    (a, b) -> (a cos - b sin, b cos + a sin) on pairs of H   (Su et al. 2021)
+
+"fp32 inside" means `promote_types(x.dtype, float32)`: half precision is computed in float32, and
+float64 stays float64. Results have the input's dtype. Attention is in `reference_attention`.
+
+Legend: T tokens, D model dim, F mlp width, N heads, H head dim, C rotated pairs (rotary dim / 2).
+"""
+
+import torch
+from torch import Tensor
+
+from funcinfer.layers.primitives.reference_attention import merge_lse, paged_attention
+
+__all__ = [
+    "layer_norm",
+    "merge_lse",
+    "paged_attention",
+    "rms",
+    "rms_norm",
+    "rms_norm_fp32_weight",
+    "rms_norm_one_plus",
+    "rotate_half_split",
+    "rotate_interleaved",
+    "swiglu",
+    "swiglu_clamped",
+    "swiglu_oai",
+]
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _normalised(x: Tensor, eps: float) -> Tensor:
+    wide = _wide(x)
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+
+
+def _check_norm(name: str, x: Tensor, *weights: Tensor) -> None:
+    for weight in weights:
+        if weight.shape != x.shape[-1:]:
+            raise ValueError(
+                f"{name}: weight of shape {tuple(weight.shape)} for x of shape {tuple(x.shape)}; "
+                f"it must have one entry for each of the last dim: {tuple(x.shape[-1:])}"
+            )
+
+
+def rms(x: Tensor, *, eps: float) -> Tensor:
+    """Divide x by its root mean square over the last dim; no weight.
+
+    x: [..., D]. Returns [..., D] in x's dtype, fp32 inside.
+
+    >>> rms(torch.tensor([[3.0, 4.0]]), eps=0.0).square().mean().item()
+    1.0
+    """
+    return _normalised(x, eps).to(x.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    """RMSNorm with the cast to x's dtype *before* the weight (Llama, Qwen, DeepSeek, GLM).
+
+    x: [..., D], weight: [D]. Returns [..., D] in x's dtype. ValueError if the weight is not [D].
+
+    >>> rms_norm(torch.tensor([[1.0, -1.0]]), torch.tensor([2.0, 3.0]), eps=0.0)
+    tensor([[ 2., -3.]])
+    """
+    _check_norm("rms_norm", x, weight)
+    return (rms(x, eps=eps) * weight).to(x.dtype)
+
+
+def rms_norm_fp32_weight(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    """RMSNorm with the weight in fp32 *before* the cast to x's dtype (gpt-oss, DeepSeek V4).
+
+    x: [..., D], weight: [D]. Returns [..., D] in x's dtype. ValueError if the weight is not [D].
+
+    >>> rms_norm_fp32_weight(torch.tensor([[1.0, -1.0]]), torch.tensor([2.0, 3.0]), eps=0.0)
+    tensor([[ 2., -3.]])
+    """
+    _check_norm("rms_norm_fp32_weight", x, weight)
+    return (_normalised(x, eps) * _wide(weight)).to(x.dtype)
+
+
+def rms_norm_one_plus(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    """Zero-centred RMSNorm: times (1 + weight), formed in fp32 (Qwen3-Next, Gemma, MiniMax-M3).
+
+    In bf16 `1 + weight` would lose every weight below 2^-9. x: [..., D], weight: [D]. Returns
+    [..., D] in x's dtype. ValueError if the weight is not [D].
+
+    >>> rms_norm_one_plus(torch.tensor([[1.0, -1.0]]), torch.tensor([0.0, 1.0]), eps=0.0)
+    tensor([[ 1., -2.]])
+    """
+    _check_norm("rms_norm_one_plus", x, weight)
+    return (_normalised(x, eps) * (1 + _wide(weight))).to(x.dtype)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float) -> Tensor:
+    """LayerNorm over the last dim with weight and bias, all in fp32 (the indexer's key norm).
+
+    x: [..., D], weight and bias: [D]. Returns [..., D] in x's dtype. ValueError if weight or bias
+    is not [D].
+
+    >>> one = torch.ones(2)
+    >>> layer_norm(torch.tensor([[5.0, 9.0]]), one, one, eps=0.0)
+    tensor([[0., 2.]])
+    """
+    _check_norm("layer_norm", x, weight, bias)
+    centred = _wide(x) - _wide(x).mean(-1, keepdim=True)
+    return (_normalised(centred, eps) * _wide(weight) + _wide(bias)).to(x.dtype)
+
+
+def _check_gate(name: str, gate: Tensor, up: Tensor) -> None:
+    if gate.shape != up.shape:
+        raise ValueError(
+            f"{name}: gate has shape {tuple(gate.shape)} and up {tuple(up.shape)}; "
+            "they must be equal"
+        )
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up.
+
+    gate, up: [..., F]. Returns [..., F] in gate's dtype, fp32 inside. ValueError if shapes differ.
+
+    >>> swiglu(torch.tensor([0.0, 20.0]), torch.tensor([3.0, 2.0]))
+    tensor([ 0., 40.])
+    """
+    _check_gate("swiglu", gate, up)
+    return (torch.nn.functional.silu(_wide(gate)) * _wide(up)).to(gate.dtype)
+
+
+def swiglu_clamped(gate: Tensor, up: Tensor, *, limit: float) -> Tensor:
+    """silu(min(gate, limit)) * clip(up, -limit, limit) (DeepSeek V4, GLM-5.3).
+
+    The gate is bounded from above only: silu bounds it from below. gate, up: [..., F]. Returns
+    [..., F] in gate's dtype, fp32 inside. ValueError if shapes differ.
+
+    >>> swiglu_clamped(torch.tensor([50.0]), torch.tensor([-50.0]), limit=20.0)
+    tensor([-400.])
+    """
+    _check_gate("swiglu_clamped", gate, up)
+    return swiglu(_wide(gate).clamp(max=limit), _wide(up).clamp(-limit, limit)).to(gate.dtype)
+
+
+def swiglu_oai(gate: Tensor, up: Tensor, *, limit: float = 7.0, alpha: float = 1.702) -> Tensor:
+    """(up + 1) * gate * sigmoid(alpha * gate), clamped as in `swiglu_clamped` (gpt-oss).
+
+    gate, up: [..., F]. Returns [..., F] in gate's dtype, fp32 inside. ValueError if shapes differ.
+
+    >>> swiglu_oai(torch.tensor([0.0, 50.0]), torch.tensor([3.0, 1.0])).round(decimals=3)
+    tensor([ 0., 14.])
+    """
+    _check_gate("swiglu_oai", gate, up)
+    gate_wide, up_wide = _wide(gate).clamp(max=limit), _wide(up).clamp(-limit, limit)
+    return (gate_wide * torch.sigmoid(alpha * gate_wide) * (up_wide + 1)).to(gate.dtype)
+
+
+def _tables(name: str, x: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> tuple[Tensor, Tensor]:
+    """The tables in x's dtype, with a head dim put in if x has one."""
+    if (
+        x.ndim not in (2, 3)
+        or cos_TC.shape != sin_TC.shape
+        or cos_TC.ndim != 2
+        or cos_TC.shape[0] != x.shape[0]
+        or 2 * cos_TC.shape[1] > x.shape[-1]
+    ):
+        raise ValueError(
+            f"{name}: x of shape {tuple(x.shape)}, cos {tuple(cos_TC.shape)}, sin "
+            f"{tuple(sin_TC.shape)}; wanted x [T, N, H] or [T, H] and tables [T, C] with 2 C <= H"
+        )
+    cos, sin = cos_TC.to(x.dtype), sin_TC.to(x.dtype)
+    return (cos[:, None], sin[:, None]) if x.ndim == 3 else (cos, sin)
+
+
+def rotate_half_split(x: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + C) of the first 2 C dims; the other dims pass through unchanged.
+
+    x: [T, N, H] or [T, H]; cos, sin: [T, C], cast to x's dtype and multiplied in it, as in
+    transformers. Rotation by the opposite angle is `rotate_half_split(x, cos, -sin)`. Returns x's
+    shape and dtype. ValueError on other shapes. Used by Llama, Qwen, GLM-4.5, MiniMax, gpt-oss and
+    the V3.2 indexer.
+
+    >>> quarter = torch.zeros(1, 1), torch.ones(1, 1)  # cos, sin of 90 degrees
+    >>> rotate_half_split(torch.tensor([[1.0, 2.0, 3.0]]), *quarter)
+    tensor([[-2.,  1.,  3.]])
+    """
+    cos, sin = _tables("rotate_half_split", x, cos_TC, sin_TC)
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+
+def rotate_interleaved(x: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
+    """Rotate the pairs (2 i, 2 i + 1) of the first 2 C dims, in place of one another.
+
+    Arguments, result and errors as in `rotate_half_split`. Used by DeepSeek's MLA and the GLM-5
+    indexer.
+
+    >>> quarter = torch.zeros(1, 1), torch.ones(1, 1)
+    >>> rotate_interleaved(torch.tensor([[1.0, 2.0, 3.0]]), *quarter)
+    tensor([[-2.,  1.,  3.]])
+    """
+    cos, sin = _tables("rotate_interleaved", x, cos_TC, sin_TC)
+    rotary = 2 * cos.shape[-1]
+    a, b, rest = x[..., 0:rotary:2], x[..., 1:rotary:2], x[..., rotary:]
+    pairs = torch.stack([a * cos - b * sin, b * cos + a * sin], -1)
+    return torch.cat([pairs.flatten(-2), rest], -1)

@@ -1,0 +1,220 @@
+"""Attention over a paged cache, and the merge of attention over disjoint keys, in plain torch.
+
+    z[T, N, S] = scale * q[T, N, H] . k[S, K, H] + (0 where lo[T] <= s < hi[T], else -inf)
+    lse[T, N] = log sum_S exp(z)          out[T, N, V] = sum_S exp(z - lse) v[S, K, V]
+
+The G query heads of a group share KV head n // G. A sink is one more logit, unscaled and with value
+0 (Agarwal et al. 2025, gpt-oss). (out, lse) pairs of disjoint key sets form a monoid under
+`merge_lse` (Milakov & Gimelshein 2018); its identity is (anything, -inf).
+
+Tokens are gathered into tiles, each of tokens of one request, so that a request's pages are fetched
+once a tile and not once a token; the number of tiles is known from the shapes alone.
+
+Legend: T tokens, R requests, M pages a request, N q heads, K kv heads, G = N / K, H head dim,
+V value dim, S kv positions, B tiles of a block, Q places of a tile, n parts.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+# A tile longer than this gains nothing: the fetch of its keys is already small beside its products.
+MAX_TILE = 64
+# Elements fetched or computed at a time; 8 MB in float32 stays in cache, and bounds the memory.
+BLOCK_ELEMENTS = 2**21
+
+
+class PagedCache(Protocol):
+    """What `paged_attention` reads: keys [pages, page, K, H] and values [pages, page, K, V]."""
+
+    @property
+    def k(self) -> Tensor:
+        """Keys."""
+        ...
+
+    @property
+    def v(self) -> Tensor:
+        """Values."""
+        ...
+
+
+def paged_attention(
+    q_TNH: Tensor,
+    cache: PagedCache,
+    page_table_RM: Tensor,
+    rows_T: Tensor,
+    lo_T: Tensor,
+    hi_T: Tensor,
+    *,
+    scale: float,
+    sinks_N: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of each token over an interval of its request's paged keys, with natural-log LSE.
+
+    Token t sees the positions lo_T[t] <= s < hi_T[t] of request rows_T[t]; position s lies in page
+    page_table_RM[row, s // page] at offset s % page. Integers are int32 or int64; rows and page ids
+    must be valid for padding too. Returns out [T, N, V] in q's dtype and lse [T, N] in at least
+    float32 = logsumexp of the visible scaled scores and, if given, the sink. A token that sees
+    nothing gets out 0 and lse -inf (lse = its sink, if given). What a token doesn't see may be NaN
+    or infinite and doesn't reach its result or its gradient; what it sees does.
+    ValueError if shapes don't fit together.
+
+    >>> from types import SimpleNamespace
+    >>> cache = SimpleNamespace(k=torch.zeros(2, 4, 1, 3), v=torch.arange(8.0).view(2, 4, 1, 1))
+    >>> one = torch.tensor([1])  # a token of request 1, which owns page 1; sees positions 1 and 2
+    >>> q, table = torch.ones(1, 1, 3), torch.tensor([[0], [1]])
+    >>> out, lse = paged_attention(q, cache, table, one, one, 3 * one, scale=1.0)
+    >>> out.item(), lse.exp().item()
+    (5.5, 2.0)
+    """
+    _check(q_TNH, cache, page_table_RM, (rows_T, lo_T, hi_T), sinks_N)
+    (T, N, _), (R, M) = q_TNH.shape, page_table_RM.shape
+    page, K, H = cache.k.shape[1:]
+    V = cache.v.shape[3]
+    tile = max(1, min(-(-T // R), MAX_TILE))
+    place_T, tile_rows = _assign_tiles(rows_T, R, tile)
+
+    def spread(x: Tensor) -> Tensor:  # unused places keep 0: hi = 0 sees nothing
+        places = x.new_zeros(len(tile_rows) * tile, *x.shape[1:])
+        return places.index_copy(0, place_T, x).unflatten(0, (-1, tile))
+
+    wide = torch.promote_types(q_TNH.dtype, torch.float32)
+    q_tiles = (spread(q_TNH).to(wide) * scale).unflatten(2, (K, -1))
+    lo_tiles, hi_tiles = spread(lo_T), spread(hi_T)
+    s = torch.arange(M * page, device=q_TNH.device)
+    block = max(1, BLOCK_ELEMENTS // (M * page * (K * (H + V) + tile * N) + 1))
+    parts = []
+    for i in range(0, max(1, len(tile_rows)), block):
+        chosen = slice(i, i + block)
+        pages = page_table_RM.index_select(0, tile_rows[chosen])
+        k_BSKH, v_BSKV = (
+            x.index_select(0, pages.flatten()).view(pages.shape[0], -1, K, x.shape[3]).to(wide)
+            for x in (cache.k, cache.v)
+        )
+        see_BQS = (s >= lo_tiles[chosen, :, None]) & (s < hi_tiles[chosen, :, None])
+        parts.append(_attend(q_tiles[chosen], k_BSKH, v_BSKV, see_BQS))
+    out, lse = (
+        torch.cat(x).movedim(1, 2).flatten(0, 1).index_select(0, place_T).flatten(1, 2)
+        for x in zip(*parts, strict=True)
+    )
+    if sinks_N is not None:  # one more part, of value 0
+        sinks_TN = sinks_N.to(lse.dtype).expand_as(lse)
+        out, lse = merge_lse(
+            torch.stack([out, torch.zeros_like(out)]), torch.stack([lse, sinks_TN])
+        )
+    return out.to(q_TNH.dtype), lse
+
+
+def _assign_tiles(rows_T: Tensor, R: int, tile: int) -> tuple[Tensor, Tensor]:
+    """Give each token a place in a tile of its own request: (place of token [T], row of tile).
+
+    n tokens of a request fill ceil(n / tile) tiles, so (T + R (tile - 1)) // tile tiles hold any
+    distribution of T tokens over R requests. A tile left over has row 0 and no token.
+    """
+    T, rows_T = rows_T.shape[0], rows_T.long()
+    if tile == 1:
+        return torch.arange(T, device=rows_T.device), rows_T
+    mine_TR = (rows_T[:, None] == torch.arange(R, device=rows_T.device)).long()
+    nth_T = mine_TR.cumsum(0).gather(1, rows_T[:, None])[:, 0] - 1
+    tiles_R = (mine_TR.sum(0) + tile - 1) // tile
+    first_R = tiles_R.cumsum(0) - tiles_R
+    tile_T = first_R.index_select(0, rows_T) + nth_T // tile
+    tile_rows = rows_T.new_zeros((T + R * (tile - 1)) // tile).scatter(0, tile_T, rows_T)
+    return tile_T * tile + nth_T % tile, tile_rows
+
+
+def _attend(
+    q_BQKGH: Tensor, k_BSKH: Tensor, v_BSKV: Tensor, see_BQS: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(out [B, K, Q, G, V], lse [B, K, Q, G]) of tiles of scaled queries, each over its own keys.
+
+    One product a KV head: batching over (B, K) would make a transposed copy of all keys.
+    """
+    K = k_BSKH.shape[2]
+    # What isn't finite is replaced by 0 and makes its score NaN instead, which visibility hides.
+    # Keys need it for the gradient of q only, which multiplies them by 0 where they are unseen.
+    spoilt_BSK = v_BSKV.detach().sum(-1) * 0
+    v_BSKV = v_BSKV.nan_to_num(0.0, 0.0, 0.0)
+    if q_BQKGH.requires_grad:
+        spoilt_BSK = spoilt_BSK + k_BSKH.detach().sum(-1) * 0
+        k_BSKH = k_BSKH.nan_to_num(0.0, 0.0, 0.0)
+    z_BKQGS = torch.stack(
+        [torch.einsum("bqgh,bsh->bqgs", q_BQKGH[:, :, j], k_BSKH[:, :, j]) for j in range(K)], 1
+    )
+    z_BKQGS = z_BKQGS + spoilt_BSK.movedim(2, 1)[:, :, None, None]
+    # A query that sees nothing gets equal scores, to keep NaN out of the gradient; dropped below.
+    empty_BKQG = ~see_BQS.any(-1)[:, None, :, None]
+    unseen_BKQGS = torch.zeros_like(empty_BKQG, dtype=z_BKQGS.dtype).masked_fill(
+        ~empty_BKQG, -torch.inf
+    )[..., None]
+    z_BKQGS = torch.where(see_BQS[:, None, :, None], z_BKQGS, unseen_BKQGS)
+    p_BKQGS = z_BKQGS.softmax(-1)
+    lse_BKQG = z_BKQGS.amax(-1) - p_BKQGS.amax(-1).log()  # logsumexp's exp is slow at -inf
+    out_BKQGV = torch.stack(
+        [torch.einsum("bqgs,bsv->bqgv", p_BKQGS[:, j], v_BSKV[:, :, j]) for j in range(K)], 1
+    )
+    return (
+        torch.where(empty_BKQG[..., None], 0.0, out_BKQGV),
+        torch.where(empty_BKQG, -torch.inf, lse_BKQG),
+    )
+
+
+def merge_lse(outs_nTNV: Tensor, lses_nTN: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge attention results over disjoint key sets: (out [T, N, V], lse [T, N]).
+
+    outs: [n, ..., V]; lses: [n, ...], natural logarithms. A part with lse -inf is ignored whatever
+    its out is, NaN included; if all are, out is 0 and lse -inf. A sink belongs to one part only.
+    out has outs' dtype, lse at least float32. ValueError if the shapes don't fit or n is 0.
+
+    >>> outs, lses = torch.tensor([[3.0], [6.0]]), torch.tensor([2.0, 1.0]).log()
+    >>> out, lse = merge_lse(outs, lses)
+    >>> out.round(decimals=3), lse.exp().round(decimals=3)
+    (tensor([4.]), tensor(3.))
+    """
+    if outs_nTNV.shape[:-1] != lses_nTN.shape or not lses_nTN.shape[0]:
+        raise ValueError(
+            f"merge_lse: outs {tuple(outs_nTNV.shape)} and lses {tuple(lses_nTN.shape)}; wanted "
+            "outs [n, ..., V] and lses [n, ...] with n >= 1"
+        )
+    lses = lses_nTN.to(torch.promote_types(lses_nTN.dtype, torch.float32))
+    outs = outs_nTNV.to(torch.promote_types(outs_nTNV.dtype, lses.dtype))
+    top = lses.detach().amax(0)
+    top = torch.where(top == -torch.inf, 0.0, top)
+    weights = (lses - top).exp()
+    outs = torch.where((lses == -torch.inf)[..., None], 0.0, outs)
+    total = weights.sum(0)
+    empty = total == 0
+    total = torch.where(empty, 1.0, total)
+    out = (weights[..., None] * outs).sum(0) / total[..., None]
+    return out.to(outs_nTNV.dtype), torch.where(empty, -torch.inf, total.log() + top)
+
+
+def _check(
+    q_TNH: Tensor,
+    cache: PagedCache,
+    page_table_RM: Tensor,
+    per_token: tuple[Tensor, Tensor, Tensor],
+    sinks_N: Tensor | None,
+) -> None:
+    def fail(problem: str) -> None:
+        raise ValueError(
+            f"paged_attention: {problem}; q is {tuple(q_TNH.shape)}, k {tuple(cache.k.shape)}, "
+            f"v {tuple(cache.v.shape)}, page_table {tuple(page_table_RM.shape)}"
+        )
+
+    if q_TNH.ndim != 3 or cache.k.ndim != 4 or cache.v.ndim != 4 or page_table_RM.ndim != 2:
+        fail("wanted q [T, N, H], k [pages, page, K, H], v [pages, page, K, V], page_table [R, M]")
+    if cache.k.shape[:3] != cache.v.shape[:3]:
+        fail("k and v must agree on pages, page size and KV heads")
+    if q_TNH.shape[2] != cache.k.shape[3]:
+        fail(f"q has head dim {q_TNH.shape[2]} and k {cache.k.shape[3]}; they must be equal")
+    if q_TNH.shape[1] % cache.k.shape[2]:
+        fail(f"{q_TNH.shape[1]} q heads can't be grouped over {cache.k.shape[2]} KV heads")
+    if not page_table_RM.shape[0] or not page_table_RM.shape[1]:
+        fail("the page table needs at least one request and one page a request")
+    for name, x in zip(("rows", "lo", "hi"), per_token, strict=True):
+        if x.shape != q_TNH.shape[:1]:
+            fail(f"{name} is {tuple(x.shape)} but must have one entry a token: {q_TNH.shape[0]}")
+    if sinks_N is not None and sinks_N.shape != q_TNH.shape[1:2]:
+        fail(f"sinks is {tuple(sinks_N.shape)} but must have one entry a q head: {q_TNH.shape[1]}")
