@@ -1,22 +1,25 @@
-"""Batch, Step and how they are made: flat tokens of many requests, with visibility as an interval per token.
+"""Batch, Step and how they are made: flat tokens of many requests, with visibility as an interval
+per token.
 
-Prefill, chunk, decode and verify rows mix freely: a token sees the positions [lo, hi) of its own request, nothing
-else is said about it. `make_batch` builds a Batch on the host; `prepare` turns it, once a forward and on each rank,
-into a Step whose slots and bounds are local to the rank's part of the cache.
+Prefill, chunk, decode and verify rows mix freely: a token sees the positions [lo, hi) of its own
+request, nothing else is said about it. `make_batch` builds a Batch on the host; `prepare` turns
+it, once a forward and on each rank, into a Step whose slots and bounds are local to the rank's
+part of the cache.
 
-    T tokens, T' new KV rows (the tokens in the requests layout), R requests, M pages a request, L rows that want logits
+    T tokens, T' new KV rows (the tokens in the requests layout), R requests, M pages a request, L
+    rows that want logits
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from funcinfer.kvcache.layout import local_len, local_slots, zigzag
 from funcinfer.sharding import P, Rules, axis_index, axis_size, drop, reshard
-from funcinfer.tree import pytree
+from funcinfer.tree import pytree, static
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 RopeTables = Callable[[torch.Tensor], Tables]
@@ -24,10 +27,12 @@ RopeTables = Callable[[torch.Tensor], Tables]
 
 @pytree
 class Batch:
-    """One step's input, int32. Position -1 is padding: it sees nothing and writes to the scratch page.
+    """One step's input, int32. Position -1 is padding: it sees nothing and writes to the scratch
+    page.
 
-    `rows` indexes `page_table`; `slots` is page * page_size + offset of each new KV row; `out` indexes tokens in the
-    requests layout. On a mesh each of them counts within its own requests group.
+    `rows` indexes `page_table`; `slots` is page * page_size + offset of each new KV row, where
+    `page_size` counts tokens of a request, whatever part of a page a rank holds; `out` indexes
+    tokens in the requests layout. On a mesh each of them counts within its own requests group.
     """
 
     tokens: torch.Tensor  # [T]      tokens
@@ -37,14 +42,16 @@ class Batch:
     page_table: torch.Tensor  # [R, M] requests
     kv_lens: torch.Tensor  # [R]     requests
     out: torch.Tensor  # [L]         requests
+    page_size: int = static()
 
 
 @pytree
 class Step:
     """What the layers read: the Batch with bounds, slots and rope tables of this rank.
 
-    `tokens`, `positions`, `k_rope` are in the tokens layout; `q_positions`, `q_rope` in q_tokens; `rows`, `lo`, `hi` in
-    q_tokens less page_tokens, where attention runs; `slots` are local; cos and sin are [T, rotary_dim / 2].
+    `tokens`, `positions`, `k_rope` are in the tokens layout; `q_positions`, `q_rope` in q_tokens;
+    `rows`, `lo`, `hi` in q_tokens less page_tokens, where attention runs; `slots` are local; cos
+    and sin are [T, rotary_dim / 2].
     """
 
     tokens: torch.Tensor
@@ -61,9 +68,9 @@ class Step:
 
 
 def batch_specs(rules: Rules) -> Batch:
-    """The layout of each field of a Batch."""
+    """The layout of each tensor of a Batch."""
     tokens, requests = P(rules["tokens"]), P(rules["requests"])
-    return Batch(  # type: ignore[arg-type]
+    layouts: dict[str, Any] = dict(
         tokens=tokens,
         positions=tokens,
         rows=tokens,
@@ -72,15 +79,15 @@ def batch_specs(rules: Rules) -> Batch:
         kv_lens=requests,
         out=requests,
     )
+    return Batch(**layouts, page_size=0)
 
 
-def prepare(
-    batch: Batch, *, rules: Rules, rope: RopeTables, page_size: int, interleave: int = 1
-) -> Step:
-    """The Step of a rank, from its part of the Batch: the only place where bounds and slots are localised.
+def prepare(batch: Batch, *, rules: Rules, rope: RopeTables, interleave: int = 1) -> Step:
+    """The Step of a rank, from its part of the Batch: the only place where bounds and slots are
+    localised.
 
-    `page_size` counts a request's tokens, whatever part of a page this rank holds; `interleave` is the run of offsets
-    that one rank of page_tokens owns. `rope(positions)` gives (cos, sin).
+    `interleave` is the run of offsets that one rank of page_tokens owns; `rope(positions)` gives
+    (cos, sin).
     """
     tokens, q_tokens, dealt = rules["tokens"], rules["q_tokens"], rules["page_tokens"]
     n, r = axis_size(dealt), axis_index(dealt)
@@ -95,7 +102,7 @@ def prepare(
         rows=reshard(rows, P(q_tokens), attend),
         lo=torch.zeros_like(seen),
         hi=local_len(seen, n, interleave, r),
-        slots=local_slots(batch.slots, page_size, n, interleave, r),
+        slots=local_slots(batch.slots, batch.page_size, n, interleave, r),
         page_table=batch.page_table,
         kv_lens=batch.kv_lens,
         k_rope=rope(batch.positions),
@@ -105,8 +112,9 @@ def prepare(
 
 @dataclass(frozen=True)
 class Rows:
-    """One request's part in a step: tokens at positions start, start + 1, ...; its pages; how many of the last tokens
-    want logits."""
+    """One request's part in a step: tokens at positions start, start + 1, ...; its pages; how many
+    of the last tokens want logits.
+    """
 
     tokens: Sequence[int]
     start: int
@@ -129,7 +137,8 @@ def batch_shape(
 ) -> BatchShape:
     """The smallest sizes that hold every group. T is a multiple of `multiple` and of `parts`.
 
-    `multiple` is `token_multiple(rules, mesh)`; `parts` the number of ranks that share a request's tokens (PCP).
+    `multiple` is `token_multiple(rules, mesh)`; `parts` the number of ranks that share a request's
+    tokens (PCP).
     """
     multiple = int(np.lcm(multiple, parts))
     longest = max((_longest_part(rows, parts) for rows in groups), default=0)
@@ -149,10 +158,12 @@ def make_batch(
     parts: int = 1,
     multiple: int = 1,
 ) -> Batch:
-    """The global Batch: one group of requests for each coordinate of `requests`, padded alike and joined in order.
+    """The global Batch: one group of requests for each coordinate of `requests`, padded alike and
+    joined in order.
 
-    Rows of logits come in order of the requests and, in a request, of its last `wanted` tokens; those past a group's
-    own are padding. ValueError where a request lacks pages or a group is larger than `shape`.
+    Rows of logits come in order of the requests and, in a request, of its last `wanted` tokens;
+    those past a group's own are padding. ValueError where a request lacks pages or a group is
+    larger than `shape`.
 
     >>> batch = make_batch([[Rows([7, 8, 9], start=2, pages=[3, 5])]], page_size=4)
     >>> batch.slots.tolist(), batch.out.tolist()
@@ -160,8 +171,8 @@ def make_batch(
     """
     shape = shape or batch_shape(groups, parts=parts, multiple=multiple)
     made = [_group(rows, shape, page_size, parts) for rows in groups]
-    fields = [f.name for f in dataclasses.fields(Batch)]
-    return Batch(**{f: torch.from_numpy(np.concatenate([m[f] for m in made])) for f in fields})
+    fields = {f: torch.from_numpy(np.concatenate([m[f] for m in made])) for f in made[0]}
+    return Batch(**fields, page_size=page_size)
 
 
 def _group(
@@ -180,8 +191,8 @@ def _group(
         count = len(r.tokens)
         if len(r.pages) * page_size < r.start + count:
             raise ValueError(
-                f"row {row}: positions up to {r.start + count - 1} need more than its {len(r.pages)} pages"
-                f" of {page_size} tokens"
+                f"row {row}: positions up to {r.start + count - 1} need more than its"
+                f" {len(r.pages)} pages of {page_size} tokens"
             )
         pages = np.asarray(r.pages, np.int64)
         table[row, : len(pages)] = pages
@@ -215,7 +226,8 @@ def _fits(rows: Sequence[Rows], shape: BatchShape, parts: int) -> None:
     for name in ("tokens", "requests", "pages", "out"):
         if getattr(needs, name) > getattr(shape, name):
             raise ValueError(
-                f"a group needs {name}={getattr(needs, name)}, but the shape has {name}={getattr(shape, name)}"
+                f"a group needs {name}={getattr(needs, name)}, but the shape has"
+                f" {name}={getattr(shape, name)}"
             )
 
 

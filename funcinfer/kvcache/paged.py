@@ -2,9 +2,10 @@
 
     k [num_pages, page_size, kv_heads, head_dim]   v [num_pages, page_size, kv_heads, v_head_dim]
 
-A page holds `page_size` tokens of one request. Page 0 is the scratch page: no request owns it, and rows without an
-owner (padding, positions of another rank) are written to its first slot. The layout over a mesh is in the axes:
-`pages` goes with requests, `page_tokens` deals the offsets inside a page, `kv_heads` shards heads.
+A page holds `page_size` tokens of one request. Page 0 is the scratch page: no request owns it, and
+rows without an owner (padding, positions of another rank) are written to its first slot. The
+layout over a mesh is in the axes: `pages` goes with requests, `page_tokens` deals the offsets
+inside a page, `kv_heads` shards heads.
 """
 
 import torch
@@ -15,7 +16,9 @@ from funcinfer.tree import pytree
 
 @pytree
 class PagedKV:
-    """Keys and values of one layer, [pages, page_size, kv_heads, width]; K and V may differ in width."""
+    """Keys and values of one layer, [pages, page_size, kv_heads, width]; K and V may differ in
+    width.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
@@ -43,9 +46,11 @@ def paged_kv_specs(
 
 
 def write_rows(pages: torch.Tensor, new: torch.Tensor, slots_T: torch.Tensor) -> torch.Tensor:
-    """Write `new` [T, ...] into slots of `pages` [pages, page_size, ...] in place; the same storage comes back.
+    """Write `new` [T, ...] into slots of `pages` [pages, page_size, ...] in place; the same
+    storage comes back.
 
-    Slot 0 is the scratch row. Several rows may go there in any order, so it is set to zero afterwards.
+    Slot 0 is the scratch row. Several rows may go there in any order, so it is set to zero
+    afterwards.
     """
     flat = pages.view(-1, *pages.shape[2:])
     flat.index_copy_(0, slots_T.long(), new.to(pages.dtype))
@@ -56,5 +61,7 @@ def write_rows(pages: torch.Tensor, new: torch.Tensor, slots_T: torch.Tensor) ->
 def write(
     cache: PagedKV, k_TKH: torch.Tensor, v_TKV: torch.Tensor, slots_T: torch.Tensor
 ) -> PagedKV:
-    """The cache with new rows at `slots_T` (local slots, 0 = scratch). The cache given is donated."""
+    """The cache with new rows at `slots_T` (local slots, 0 = scratch). The cache given is
+    donated.
+    """
     return PagedKV(write_rows(cache.k, k_TKH, slots_T), write_rows(cache.v, v_TKV, slots_T))

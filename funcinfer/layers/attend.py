@@ -32,7 +32,9 @@ from funcinfer.sharding.mesh import Axis, axis_of
 def attend(
     q_TNH: torch.Tensor, cache: Any, step: Step, *, rules: Rules, scale: float
 ) -> torch.Tensor:
-    """Softmax attention of queries over the pages of their requests, from and to (q_tokens, heads)."""
+    """Softmax attention of queries over the pages of their requests, from and to (q_tokens,
+    heads).
+    """
     dealt = rules["page_tokens"]
     full = P(rules["q_tokens"], rules["heads"], None)
     whole = P(*(drop(axis, dealt) for axis in full))
@@ -44,7 +46,8 @@ def attend(
 
 
 def merge_to(o_TNV: torch.Tensor, lse_TN: torch.Tensor, over: Axis, src: P, dst: P) -> torch.Tensor:
-    """Merge attention parts over disjoint keys on the axes `over`; `o` goes from layout `src` to `dst`.
+    """Merge attention parts over disjoint keys on the axes `over`; `o` goes from layout `src` to
+    `dst`.
 
     Axes of `over` that `dst` deals go by one all_to_all a dim of packed [o | lse], the rest by an
     all_gather: `reduce_to` with the monoid of (out, lse) in place of the sum. Source: the split-key

@@ -1,9 +1,10 @@
 """Grouped-query attention over a paged cache.
 
-    q[T_q, N_h, H] = x . wq     k, v[T, K_k, H] = x . wk, x . wv -> new cache rows     y = attend(q) . wo
+    q[T_q, N_h, H] = x . wq     k, v[T, K_k, H] = x . wk, x . wv -> new cache rows     y =
+    attend(q) . wo
 
-T tokens, N query heads, K KV heads (N = G * K), H head width, D model width. Source: Ainslie et al.,
-"GQA" (2023); biases as in Qwen2, norms of q and k as in Qwen3.
+T tokens, N query heads, K KV heads (N = G * K), H head width, D model width. Source: Ainslie et
+al., "GQA" (2023); biases as in Qwen2, norms of q and k as in Qwen3.
 """
 
 from collections.abc import Callable
@@ -31,7 +32,9 @@ def attention_specs(
     qkv_bias: bool = False,
     out_bias: bool = False,
 ) -> dict[str, ParamSpec]:
-    """`wq` (N, H, D), `wk`, `wv` (K, H, D), `wo` (D, N, H); biases `bq` (N, H), `bk`, `bv` (K, H), `bo` (D)."""
+    """`wq` (N, H, D), `wk`, `wv` (K, H, D), `wo` (D, N, H); biases `bq` (N, H), `bk`, `bv` (K, H),
+    `bo` (D).
+    """
     q, kv = (num_heads, head_dim), (num_kv_heads, head_dim)
     specs = dict(
         wq=ParamSpec((*q, embed), ("heads", None, "embed")),
@@ -86,7 +89,8 @@ def attention(
     scale: float,
     qk_norm: QKNorm = no_norm,
 ) -> tuple[torch.Tensor, PagedKV]:
-    """Causal attention of new tokens over their requests' pages, from and to the residual_tokens layout.
+    """Causal attention of new tokens over their requests' pages, from and to the residual_tokens
+    layout.
 
     New keys (normed, then rotated) and values are written first, so a token sees itself. RoPE is
     half-split over the first 2 * cos.shape[-1] dims of a head. `qk_norm(p, x, "q" or "k", rules=)`.

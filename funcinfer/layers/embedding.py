@@ -24,7 +24,9 @@ def lm_head_specs(vocab_size: int, embed: int) -> ParamSpec:
 
 
 def lookup(table_VD: torch.Tensor, ids_T: torch.Tensor, part: int) -> torch.Tensor:
-    """Rows of a table of which this rank holds `part`; zeros for ids of other parts: a partial sum."""
+    """Rows of a table of which this rank holds `part`; zeros for ids of other parts: a partial
+    sum.
+    """
     size = table_VD.shape[0]
     local_T = ids_T.long() - part * size
     mine_T = (local_T >= 0) & (local_T < size)
@@ -32,7 +34,8 @@ def lookup(table_VD: torch.Tensor, ids_T: torch.Tensor, part: int) -> torch.Tens
 
 
 def embed(w_VD: torch.Tensor, ids_T: torch.Tensor, *, rules: Rules) -> torch.Tensor:
-    """The residual stream's first value, in the residual_tokens layout, from ids in the tokens layout.
+    """The residual stream's first value, in the residual_tokens layout, from ids in the tokens
+    layout.
 
     >>> embed(torch.eye(3), torch.tensor([2, 0]), rules=Rules.none())
     tensor([[0., 0., 1.],
@@ -45,7 +48,9 @@ def embed(w_VD: torch.Tensor, ids_T: torch.Tensor, *, rules: Rules) -> torch.Ten
 
 
 def take_rows(x_TD: torch.Tensor, out_L: torch.Tensor, *, rules: Rules) -> torch.Tensor:
-    """Rows `out_L` (counted in the requests layout) of a tensor in the residual_tokens layout: [L, D]."""
+    """Rows `out_L` (counted in the requests layout) of a tensor in the residual_tokens layout: [L,
+    D].
+    """
     dealt = drop(rules["residual_tokens"], rules["requests"])
     return psum(lookup(x_TD, out_L, axis_index(dealt)), dealt)
 

@@ -1,9 +1,12 @@
 """The generic decoder: embeds tokens, runs a list of layers, norms, and gives logits.
 
-A layer is an ordered dict of sublayers; each is normed and joined to the residual stream by the layer's
-`connect`. A family is a short list of such layers, and a variant is another sublayer in one of them.
+A layer is an ordered dict of sublayers; each is normed and joined to the residual stream by the
+layer's `connect`. A family is a short list of such layers, and a variant is another sublayer in
+one of them.
 
-    x = embed(ids);  for each sublayer: x = connect(x, u -> sublayer(norm(u)));  logits = head(norm(x))
+    x = embed(ids)
+    for each sublayer of each layer: x = connect(x, u -> sublayer(norm(u)))
+    logits = head(norm(x))
 """
 
 import dataclasses
@@ -32,11 +35,12 @@ Branch = Callable[[torch.Tensor], tuple[torch.Tensor, State]]
 class Sublayer:
     """A function with the specs of its parameters and of the caches it owns.
 
-    `apply(p, u, cache, step, shared, *, rules) -> (y, cache, shared)`: `u` and `y` are [T, D] in the
-    residual_tokens layout. `cache` holds this sublayer's own entries by their names in `cache_specs`, and
-    those it `reads` (entries of earlier layers, by their full names), which it must not write. `shared` holds
-    tensors of this step that later layers read; give back `{**shared, name: value}`.
-    `cache_specs(num_pages, page_size)` is a dict of cache pytrees of ParamSpec.
+    `apply(p, u, cache, step, shared, *, rules) -> (y, cache, shared)`: `u` and `y` are [T, D] in
+    the residual_tokens layout. `cache` holds this sublayer's own entries by their names in
+    `cache_specs`, and those it `reads` (entries of earlier layers, by their full names), which it
+    must not write. `shared` holds tensors of this step that later layers read; give back
+    `{**shared, name: value}`. `cache_specs(num_pages, page_size)` is a dict of cache pytrees of
+    ParamSpec.
     """
 
     specs: Any
@@ -46,7 +50,9 @@ class Sublayer:
 
 
 def pure(f: Callable[..., torch.Tensor], specs: Any) -> Sublayer:
-    """Lift `f(p, u, *, rules) -> y`, which has no cache, to a Sublayer: an MLP, or a layer from a notebook."""
+    """Lift `f(p, u, *, rules) -> y`, which has no cache, to a Sublayer: an MLP, or a layer from a
+    notebook.
+    """
 
     def apply(
         p: Params, u: torch.Tensor, cache: Cache, step: Step, shared: Shared, *, rules: Rules
@@ -61,7 +67,9 @@ def cached(
     specs: Any,
     cache_specs: Callable[[int, int], Any],
 ) -> Sublayer:
-    """Lift `f(p, u, cache, step, *, rules) -> (y, cache)`, which has one cache entry, to a Sublayer."""
+    """Lift `f(p, u, cache, step, *, rules) -> (y, cache)`, which has one cache entry, to a
+    Sublayer.
+    """
 
     def apply(
         p: Params, u: torch.Tensor, cache: Cache, step: Step, shared: Shared, *, rules: Rules
@@ -83,8 +91,8 @@ class Layer:
     """Sublayers by name, in order, and how each is joined to the residual stream.
 
     Parameters of sublayer `attn` are `attn` and, for the norm before it, `attn_norm`.
-    `connect(p, x, branch) -> (x, state)` calls `branch(u) -> (y, state)`, which norms `u` and runs the
-    sublayer, once; only `connect` knows the shape of `x`.
+    `connect(p, x, branch) -> (x, state)` calls `branch(u) -> (y, state)`, which norms `u` and runs
+    the sublayer, once; only `connect` knows the shape of `x`.
     """
 
     sublayers: Mapping[str, Sublayer]
@@ -121,17 +129,20 @@ class Decoder:
 
 @pytree
 class Output:
-    """`logits` [L, V] in the (requests, logits) layout; `hidden` [T, D], after the final norm, in residual_tokens."""
+    """`logits` [L, V] in the (requests, logits) layout; `hidden` [T, D], after the final norm, in
+    residual_tokens.
+    """
 
     logits: torch.Tensor
     hidden: torch.Tensor
 
 
 def output_specs(rules: Rules) -> Output:
-    """The layout of an Output."""
-    return Output(  # type: ignore[arg-type]
+    """The layout of an Output: the same pytree of `P`."""
+    layouts: dict[str, Any] = dict(
         logits=P(rules["requests"], rules["logits"]), hidden=P(rules["residual_tokens"], None)
     )
+    return Output(**layouts)
 
 
 def norm_specs(embed_dim: int) -> ParamSpec:
@@ -140,7 +151,9 @@ def norm_specs(embed_dim: int) -> ParamSpec:
 
 
 def decoder_specs(decoder: Decoder) -> Params:
-    """The parameters: `embed`, `layers` (a list), `norm`, and `head` where it is not tied to `embed`."""
+    """The parameters: `embed`, `layers` (a list), `norm`, and `head` where it is not tied to
+    `embed`.
+    """
     specs: Params = dict(
         embed=embedding_specs(decoder.vocab_size, decoder.embed_dim),
         layers=[_layer_specs(layer, decoder.embed_dim) for layer in decoder.layers],
@@ -168,23 +181,24 @@ def forward(
     batch: Batch,
     *,
     rules: Rules,
-    page_size: int,
     interleave: int = 1,
     length: int | None = None,
 ) -> tuple[Output, Cache]:
-    """One step on this rank: logits of the rows that `batch.out` names, and the cache with the new rows.
+    """One step on this rank: logits of the rows that `batch.out` names, and the cache with the new
+    rows.
 
-    The cache is donated. `length` is the context length for which RoPE tables that depend on it are chosen; None is
-    the model's own. The same function serves prefill, chunks, decode and verification, under any legal rules.
+    The cache is donated. `length` is the context length for which RoPE tables that depend on it
+    are chosen; None is the model's own. The same function serves prefill, chunks, decode and
+    verification, under any legal rules.
     """
 
     def rope(positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return rope_tables(decoder.rope, positions_T, length=length)
 
-    step = prepare(batch, rules=rules, rope=rope, page_size=page_size, interleave=interleave)
+    step = prepare(batch, rules=rules, rope=rope, interleave=interleave)
     x_TD = embed(params["embed"], batch.tokens, rules=rules)
     state: State = (cache, {})
-    for index, (layer, p) in enumerate(zip(decoder.layers, params["layers"], strict=True)):
+    for index, p in enumerate(params["layers"]):
         x_TD, state = run_layer(decoder, index, p, x_TD, state, step, rules=rules)
     hidden_TD = decoder.norm(x_TD, params["norm"], eps=decoder.norm_eps)
     x_LD = take_rows(hidden_TD, batch.out, rules=rules)
@@ -203,7 +217,9 @@ def run_layer(
     *,
     rules: Rules,
 ) -> tuple[torch.Tensor, State]:
-    """Layer `index` of the decoder: its sublayers in order, each with its own entries of the cache."""
+    """Layer `index` of the decoder: its sublayers in order, each with its own entries of the
+    cache.
+    """
     layer = decoder.layers[index]
     for name, sublayer in layer.sublayers.items():
 

@@ -1,4 +1,6 @@
-"""ModelFns: a model as functions that a serving loop calls, one `forward` under two sets of rules."""
+"""ModelFns: a model as functions that a serving loop calls, one `forward` under two sets of
+rules.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,35 +28,33 @@ StepFn = Callable[[Params, Cache, Batch], tuple[Output, Cache]]
 class ModelFns:
     """Specs and step functions of one model.
 
-    `specs` declare the parameters; `cache_specs(num_pages)` the caches, a dict by name. `prefill` and `decode` take this
-    rank's `(params, cache, batch)` and give `(Output, cache)`; the cache is donated. Both serve any mix of rows:
-    they differ in their rules alone.
+    `specs` declare the parameters; `cache_specs(num_pages, page_size)` the caches, a dict by name.
+    `prefill` and `decode` take this rank's `(params, cache, batch)` and give `(Output, cache)`;
+    the cache is donated. Both serve any mix of rows: they differ in their rules alone.
     """
 
     specs: Params
-    cache_specs: Callable[[int], Cache]
+    cache_specs: Callable[[int, int], Cache]
     prefill: StepFn
     decode: StepFn
     prefill_rules: Rules
     decode_rules: Rules
-    page_size: int
     interleave: int
 
-    def check(self, mesh: Mesh, num_pages: int | None = None, specs: Params | None = None) -> None:
+    def check(self, mesh: Mesh, *, page_size: int, specs: Params | None = None) -> None:
         """ValueError where either set of rules can't lay out parameters and caches on `mesh`.
 
         `specs` are the parameters as padded for the mesh; by default as declared.
         """
-        groups = mesh.size(self.decode_rules["requests"])
-        caches = self.cache_specs(num_pages or groups)
+        caches = self.cache_specs(mesh.size(self.decode_rules["requests"]), page_size)
         for rules in (self.prefill_rules, self.decode_rules):
-            rules.check([self.specs if specs is None else specs, caches], mesh)
             dealt = mesh.size(rules["page_tokens"]) * self.interleave
-            if self.page_size % dealt:
+            if page_size % dealt:
                 raise ValueError(
-                    f"page_size {self.page_size} must be a multiple of {dealt}: page_tokens="
+                    f"page_size {page_size} must be a multiple of {dealt}: page_tokens="
                     f"{rules['page_tokens']!r} of {mesh!r} times interleave {self.interleave}"
                 )
+            rules.check([self.specs if specs is None else specs, caches], mesh)
 
 
 def build(
@@ -62,37 +62,36 @@ def build(
     prefill_rules: Rules | None = None,
     decode_rules: Rules | None = None,
     *,
-    page_size: int = 16,
     interleave: int = 1,
     length: int | None = None,
 ) -> ModelFns:
     """The step functions of a decoder under rules for prefill and, where they differ, for decode.
 
-    `page_size` counts tokens of a request; `interleave` the run of offsets in a page that one rank of page_tokens owns;
-    `length` the context length for which RoPE tables that depend on it are chosen (None: the model's own).
-    ValueError where the two sets of rules want different layouts of a parameter or a cache: there is one copy of each.
+    `interleave` is the run of offsets in a page that one rank of page_tokens owns; `length` the
+    context length for which RoPE tables that depend on it are chosen (None: the model's own).
+    ValueError where the two sets of rules want different layouts of a parameter or a cache: there
+    is one copy of each.
 
     >>> from funcinfer.models import llama
     >>> fns = build(llama.decoder(llama.tiny()))
     >>> sorted(fns.specs)
     ['embed', 'head', 'layers', 'norm']
     """
-    if page_size < 1 or interleave < 1:
-        raise ValueError(f"page_size {page_size} and interleave {interleave} must be at least 1")
+    if interleave < 1:
+        raise ValueError(f"interleave {interleave} must be at least 1")
     prefill_rules = prefill_rules or Rules.none()
     decode_rules = decode_rules or prefill_rules
     specs = decoder_specs(decoder)
     _same_layout(specs, prefill_rules, decode_rules)
-    _same_layout(cache_specs(decoder, 1, page_size), prefill_rules, decode_rules)
-    step = partial(forward, decoder, page_size=page_size, interleave=interleave, length=length)
+    _same_layout(cache_specs(decoder, 1, interleave), prefill_rules, decode_rules)
+    step = partial(forward, decoder, interleave=interleave, length=length)
     return ModelFns(
         specs=specs,
-        cache_specs=lambda num_pages: cache_specs(decoder, num_pages, page_size),
+        cache_specs=partial(cache_specs, decoder),
         prefill=partial(step, rules=prefill_rules),
         decode=partial(step, rules=decode_rules),
         prefill_rules=prefill_rules,
         decode_rules=decode_rules,
-        page_size=page_size,
         interleave=interleave,
     )
 
@@ -106,7 +105,8 @@ def _same_layout(specs: Any, prefill: Rules, decode: Rules) -> None:
 def _differs(path: str, s: ParamSpec, prefill: Rules, decode: Rules) -> str:
     axis = next(a for a in s.axes if a is not None and prefill[a] != decode[a])
     return (
-        f"{path} would lie as {prefill.spec(*s.axes)!r} in prefill and as {decode.spec(*s.axes)!r} in decode:"
-        f" rule {axis} is {prefill[axis]!r} and {decode[axis]!r}. Only tokens, residual_tokens, q_tokens, o_tokens,"
-        f" moe_tokens and logits may differ between the phases"
+        f"{path} would lie as {prefill.spec(*s.axes)!r} in prefill and as"
+        f" {decode.spec(*s.axes)!r} in decode: rule {axis} is {prefill[axis]!r} and"
+        f" {decode[axis]!r}. Only tokens, residual_tokens, q_tokens, o_tokens, moe_tokens and logits may differ"
+        " between the phases"
     )

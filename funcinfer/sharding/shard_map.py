@@ -1,9 +1,8 @@
-"""Running a function on local tensors over a mesh: split global tensors, run every rank, join the
-results.
+"""Running a function on local tensors over a mesh: split global tensors, run every rank, join.
 
 `shard_map(f, mesh, in_specs, out_specs)` is the three in a row, with ranks as threads of this
-process. A loop that must not copy its cache each step holds a `ThreadRanks` (or `ProcessRanks`, one
-rank a process) and calls them itself.
+process. A loop that must not copy its cache each step holds a `ThreadRanks` (or a `ProcessRanks`,
+one rank a process) and calls them itself.
 """
 
 import queue
@@ -14,23 +13,24 @@ from typing import Any, Protocol
 
 import torch
 
-from funcinfer.sharding.comm import Env, solo, use_env
+from funcinfer.sharding.comm import Env, use_env
 from funcinfer.sharding.comm_threads import Aborted, Rendezvous
-from funcinfer.sharding.mesh import Coord, Mesh, P, is_p
-from funcinfer.tree import align, leaves_with_path, tree_flatten, tree_unflatten
+from funcinfer.sharding.mesh import Coord, Mesh, P, show_ranks
+from funcinfer.sharding.split_join import join_tree, outline, split_tree
+from funcinfer.tree import leaves_with_path, tree_leaves
 
-TOLERANCE = {
-    torch.float64: 1e-9,
-    torch.float32: 1e-5,
-    torch.bfloat16: 2e-2,
-    torch.float16: 2e-3,
-}
+Job = Callable[[], None]
 
 
 class Ranks(Protocol):
     """The ranks that this process runs. A list of locals has one entry for each of them."""
 
     mesh: Mesh
+
+    @property
+    def coords(self) -> list[dict[str, int]]:
+        """The coordinates of these ranks, in rank order."""
+        ...
 
     def split(self, tree: Any, specs: Any, *, copy: bool = False, what: str = "tree") -> list[Any]:
         """The local trees of a global one."""
@@ -45,104 +45,11 @@ class Ranks(Protocol):
         ...
 
 
-def shard(x: torch.Tensor, spec: P, mesh: Mesh, coord: Coord, path: str = "") -> torch.Tensor:
-    """The part of a global tensor at `coord`: a view where nothing is cut, else contiguous.
-
-    >>> shard(torch.arange(6), P("tp"), Mesh(tp=2), {"tp": 1})
-    tensor([3, 4, 5])
-    """
-    shape = mesh.local_shape(x.shape, spec, path)
-    for dim, (size, axis) in enumerate(zip(shape, spec, strict=True)):
-        if mesh.size(axis) > 1:
-            x = x.narrow(dim, mesh.index(axis, coord) * size, size)
-    return x.contiguous()
-
-
-def split_tree(
-    tree: Any, specs: Any, mesh: Mesh, coord: Coord, *, copy: bool = False, what: str = "tree"
-) -> Any:
-    """The local tree at `coord`. Leaves that are not tensors go to every rank as they are; their
-    spec is None.
-    """
-    pairs = leaves_with_path(tree)
-    layouts = align(specs, [p for p, _ in pairs], is_leaf=is_p, what=f"the specs of {what}")
-    locals_ = []
-    for (path, x), spec in zip(pairs, layouts, strict=True):
-        name = f"{what}.{path}" if path else what
-        if not isinstance(x, torch.Tensor):
-            if spec is not None:
-                raise ValueError(f"{name} is a {type(x).__name__}, not a tensor: its spec is None")
-            locals_.append(x)
-            continue
-        if not isinstance(spec, P):
-            raise ValueError(
-                f"{name}: a tensor of {x.ndim} dims needs a P of {x.ndim} entries, not {spec!r}"
-            )
-        part = shard(x, spec, mesh, coord, name)
-        alias = part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-        locals_.append(part.clone() if copy and alias else part)
-    return tree_unflatten(locals_, tree_flatten(tree)[1])
-
-
-def join_leaf(
-    parts: Sequence[torch.Tensor], spec: P, mesh: Mesh, path: str, check: bool
-) -> torch.Tensor:
-    """The global tensor of all ranks' parts (rank order); ValueError where declared replicas
-    differ.
-    """
-    coords = mesh.coords()
-    if len(spec) != parts[0].ndim:
-        raise ValueError(
-            f"{path}: has shape {tuple(parts[0].shape)} on each rank, but its layout is {spec!r}"
-        )
-    for rank, part in enumerate(parts):
-        if part.shape != parts[0].shape or part.dtype != parts[0].dtype:
-            raise ValueError(
-                f"{path}: rank 0 has {tuple(parts[0].shape)} {parts[0].dtype},"
-                f" rank {rank} has {tuple(part.shape)} {part.dtype}"
-            )
-    shape = [n * mesh.size(axis) for n, axis in zip(parts[0].shape, spec, strict=True)]
-    joined = parts[0].new_empty(shape)
-    owners: dict[tuple[int, ...], int] = {}
-    for rank, (part, coord) in enumerate(zip(parts, coords, strict=True)):
-        place = tuple(mesh.index(axis, coord) for axis in spec)
-        first = owners.setdefault(place, rank)
-        if first == rank:
-            cut = tuple(slice(i * n, i * n + n) for i, n in zip(place, part.shape, strict=True))
-            joined[cut] = part
-        elif check:
-            _check_replica(parts[first], part, f"{path}: declared {spec!r}", coords, first, rank)
-    return joined
-
-
-def _check_replica(
-    a: torch.Tensor, b: torch.Tensor, what: str, coords: list[dict[str, int]], i: int, j: int
-) -> None:
-    if torch.equal(a, b):
-        return
-    bound = TOLERANCE.get(a.dtype, 0.0)
-    wide = (
-        torch.promote_types(a.dtype, torch.float32) if a.dtype.is_floating_point else torch.float64
-    )
-    a, b = a.to(wide), b.to(wide)
-    finite = a[a.isfinite()]
-    scale = max(finite.abs().max().item() if finite.numel() else 1.0, 1e-30)
-    if torch.allclose(a, b, rtol=bound, atol=bound * scale, equal_nan=True):
-        return
-    gap = (a - b).abs().nan_to_num(nan=float("inf")).max().item()
-    axes = [k for k in coords[i] if coords[i][k] != coords[j][k]]
-    raise ValueError(
-        f"{what}, so ranks {i} ({coords[i]}) and {j} ({coords[j]}) must hold the same,"
-        f" but they differ by up to {gap:.3g} (largest value {scale:.3g})."
-        f" A psum over {axes} may be missing,"
-        f" a replicated argument may be written in place, or the output is sharded over {axes}"
-    )
-
-
 class ThreadRanks:
     """All ranks of a mesh as threads of this process, kept from call to call.
 
     A collective whose ranks are not all there after `timeout` seconds fails, naming who is missing.
+    The one rank of a mesh without others runs in the calling thread.
 
     >>> from funcinfer.sharding import psum
     >>> ranks = ThreadRanks(Mesh(tp=2))
@@ -153,88 +60,136 @@ class ThreadRanks:
 
     def __init__(self, mesh: Mesh, *, timeout: float = 60.0) -> None:
         self.mesh, self.timeout = mesh, timeout
-        self._queues: list[queue.SimpleQueue[Callable[[], None] | None]] = []
+        self._idle: list[_Crew] = []
+        weakref.finalize(self, _dismiss_all, self._idle)
+
+    @property
+    def coords(self) -> list[dict[str, int]]:
+        """The coordinates that this process runs, here all of them, in rank order."""
+        return self.mesh.coords()
 
     def split(self, tree: Any, specs: Any, *, copy: bool = False, what: str = "tree") -> list[Any]:
-        """One local tree a rank. Whole tensors are shared between ranks unless `copy`: donated ones
-        need it.
+        """One local tree a rank.
+
+        Whole tensors are shared between ranks unless `copy`: donated ones need it.
         """
-        return [
-            split_tree(tree, specs, self.mesh, c, copy=copy, what=what) for c in self.mesh.coords()
-        ]
+        return [split_tree(tree, specs, self.mesh, c, copy=copy, what=what) for c in self.coords]
 
     def run(self, f: Callable[..., Any], *args: list[Any]) -> list[Any]:
         """`f(*locals)` on every rank at once; the first error of any rank is raised here.
 
-        The caller's grad mode and inference mode hold in the ranks.
+        The caller's grad mode and inference mode hold in the ranks. Calls from several threads, or
+        from inside a rank, do not disturb each other: each has threads of its own. A rank that is
+        stuck when another fails is left behind after some seconds.
         """
-        if self.mesh.num_ranks == 1:
-            with use_env(Env(self.mesh, self.mesh.coords()[0], solo())):
-                return [f(*(a[0] for a in args))]
+        check_locals(args, self.mesh.num_ranks)
         hub = Rendezvous(self.mesh, self.timeout)
         outs: list[Any] = [None] * self.mesh.num_ranks
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
-        def task(rank: int, coord: Coord) -> None:
-            env = Env(self.mesh, coord, hub.comm(rank))
+        def call(rank: int, coord: Coord) -> None:
             try:
-                with torch.inference_mode(inference), torch.set_grad_enabled(grad), use_env(env):
+                with use_env(Env(self.mesh, coord, hub.comm(rank))):
                     outs[rank] = f(*(a[rank] for a in args))
             except Aborted:
                 pass
             except BaseException as error:
-                error.add_note(f"raised on rank {rank} of {self.mesh!r}, at {dict(coord)}")
+                error.add_note(f"raised on {show_ranks(self.mesh, [rank])} of {self.mesh!r}")
                 hub.fail(error)
             finally:
                 hub.end(rank)
 
-        for rank, (coord, jobs) in enumerate(zip(self.mesh.coords(), self._workers(), strict=True)):
-            jobs.put(lambda rank=rank, coord=coord: task(rank, coord))
-        self._finish(hub)
+        def job(rank: int, coord: Coord) -> None:
+            with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+                call(rank, coord)
+
+        if self.mesh.num_ranks == 1:
+            call(0, self.coords[0])
+        else:
+            self._run_crew([lambda r=r, c=c: job(r, c) for r, c in enumerate(self.coords)], hub)
+        if error := hub.take_error():
+            try:
+                raise error
+            finally:
+                del error  # else its traceback, which has this frame, holds itself
         return outs
 
     def join(self, outs: list[Any], specs: Any, *, check: bool = True, what: str = "output") -> Any:
-        """The global tree. With `check`, parts that `specs` declares replicated must be equal on
-        all ranks.
-        """
-        pairs = [leaves_with_path(o) for o in outs]
-        paths = [p for p, _ in pairs[0]]
-        for rank, other in enumerate(pairs):
-            if [p for p, _ in other] != paths:
-                raise ValueError(f"{what}: rank {rank} returned another structure than rank 0")
-        layouts = align(specs, paths, is_leaf=is_p, what=f"the specs of the {what}")
-        leaves = []
-        for i, (path, spec) in enumerate(zip(paths, layouts, strict=True)):
-            parts = [p[i][1] for p in pairs]
-            name = f"{what}.{path}" if path else what
-            tensors = isinstance(parts[0], torch.Tensor)
-            leaves.append(join_leaf(parts, spec, self.mesh, name, check) if tensors else parts[0])
-        return tree_unflatten(leaves, tree_flatten(outs[0])[1])
+        """The global tree of one local tree a rank.
 
-    def _finish(self, hub: Rendezvous) -> None:
+        With `check`, parts that `specs` declares replicated must be equal on all ranks.
+        """
+        check_locals([outs], self.mesh.num_ranks)
+        leaves = [tree_leaves(o) for o in outs]
+        outlines = [outline(o) for o in outs]
+        return join_tree(
+            outs[0],
+            outlines,
+            lambda i, _: [rank[i] for rank in leaves],
+            specs,
+            self.mesh,
+            check=check,
+            what=what,
+        )
+
+    def _run_crew(self, jobs: Sequence[Job], hub: Rendezvous) -> None:
         try:
-            if not hub.wait_for_all():
-                self._queues = []  # a rank is stuck: leave its thread behind, start anew next time
+            crew = self._idle.pop()
+        except IndexError:
+            crew = _Crew(len(jobs))
+        all_ended = False
+        try:
+            crew.start(jobs)
+            all_ended = hub.wait_for_all()
         except BaseException as interrupt:
             hub.fail(interrupt)
             raise
-        if hub.error is not None:
-            raise hub.error
+        finally:
+            if all_ended:
+                self._idle.append(crew)
+            else:
+                crew.dismiss()
 
-    def _workers(self) -> list[queue.SimpleQueue[Callable[[], None] | None]]:
-        while len(self._queues) < self.mesh.num_ranks:
-            jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-            name = f"rank-{len(self._queues)}"
-            threading.Thread(target=_work, args=(jobs,), name=name, daemon=True).start()
-            weakref.finalize(self, jobs.put, None)
+
+class _Crew:
+    """Threads, one a rank, that wait for jobs until they are dismissed."""
+
+    def __init__(self, size: int) -> None:
+        self._queues: list[queue.SimpleQueue[Job | None]] = []
+        for rank in range(size):
+            jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+            threading.Thread(target=_work, args=(jobs,), name=f"rank-{rank}", daemon=True).start()
             self._queues.append(jobs)
-        return self._queues
+
+    def start(self, jobs: Sequence[Job]) -> None:
+        for jobs_of_rank, job in zip(self._queues, jobs, strict=True):
+            jobs_of_rank.put(job)
+
+    def dismiss(self) -> None:
+        for jobs in self._queues:
+            jobs.put(None)
 
 
-def _work(jobs: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
+def _work(jobs: "queue.SimpleQueue[Job | None]") -> None:
     while (job := jobs.get()) is not None:
         job()
-        del job
+        del job  # its tensors must not live until the next one comes
+
+
+def _dismiss_all(crews: list[_Crew]) -> None:
+    for crew in crews:
+        crew.dismiss()
+
+
+def check_locals(args: Sequence[list[Any]], count: int) -> None:
+    """ValueError unless each argument has one entry for each rank that this process runs."""
+    for i, a in enumerate(args):
+        if not isinstance(a, list) or len(a) != count:
+            came = f"{len(a)} entries" if isinstance(a, list) else f"a {type(a).__name__}"
+            raise ValueError(
+                f"argument {i} must be a list with one entry for each of {count} ranks, not {came};"
+                f" split(tree, specs) makes it"
+            )
 
 
 def shard_map(
@@ -261,29 +216,49 @@ def shard_map(
     >>> f(torch.arange(4))
     tensor([0, 1, 2, 3])
     """
-    ranks = ranks or ThreadRanks(mesh)
+    ranks = ThreadRanks(mesh) if ranks is None else ranks
+    _check_shard_map(mesh, in_specs, donate, ranks)
+
+    def guarded(*args: Any) -> Any:
+        before = [_versions(a) for a in args]
+        out = f(*args)
+        for i, (tree, old) in enumerate(zip(args, before, strict=True)):
+            if i not in donate:
+                _check_unwritten(tree, old, i)
+        return out
 
     def mapped(*args: Any) -> Any:
         if len(args) != len(in_specs):
-            raise ValueError(f"shard_map: {len(in_specs)} in_specs for {len(args)} arguments")
-        locals_ = [
+            raise ValueError(
+                f"shard_map: {len(in_specs)} in_specs for {len(args)} arguments; give one each"
+            )
+        local = [
             ranks.split(a, s, copy=i in donate, what=f"argument {i}")
             for i, (a, s) in enumerate(zip(args, in_specs, strict=True))
         ]
-        before = [_versions(tree) for tree in args]
-        outs = ranks.run(f, *locals_)
-        for i, (tree, old) in enumerate(zip(args, before, strict=True)):
-            if i not in donate and (written := _written(tree, old)):
-                raise ValueError(
-                    f"argument {i}{written} was written in place; ranks share it,"
-                    f" so name it: donate=({i},)"
-                )
-        return ranks.join(outs, out_specs, check=check)
+        return ranks.join(ranks.run(guarded, *local), out_specs, check=check)
 
     return mapped
 
 
+def _check_shard_map(
+    mesh: Mesh, in_specs: Sequence[Any], donate: Sequence[int], ranks: Ranks
+) -> None:
+    if isinstance(in_specs, P) or not isinstance(in_specs, tuple | list):
+        raise ValueError(
+            f"shard_map: in_specs is a tuple with one entry an argument, as (P('tp'), P(None)),"
+            f" not {in_specs!r}"
+        )
+    if not set(donate) <= set(range(len(in_specs))):
+        raise ValueError(
+            f"shard_map: donate={donate!r} must be indices of the {len(in_specs)} arguments"
+        )
+    if ranks.mesh != mesh:
+        raise ValueError(f"shard_map: ranks of {ranks.mesh!r} can't run a function over {mesh!r}")
+
+
 def _versions(tree: Any) -> dict[str, int]:
+    """How often each tensor was written; those made in inference mode do not count it."""
     return {
         path: x._version
         for path, x in leaves_with_path(tree)
@@ -291,8 +266,10 @@ def _versions(tree: Any) -> dict[str, int]:
     }
 
 
-def _written(tree: Any, before: dict[str, int]) -> str | None:
+def _check_unwritten(tree: Any, before: dict[str, int], i: int) -> None:
     for path, version in _versions(tree).items():
-        if before.get(path) != version:
-            return f" ({path})" if path else " "
-    return None
+        if before[path] != version:
+            raise ValueError(
+                f"argument {i}{f' ({path})' if path else ''} was written in place, but ranks share"
+                f" it: name it in donate=({i},), or return a new tensor"
+            )

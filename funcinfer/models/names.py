@@ -1,0 +1,90 @@
+"""Checkpoint names of the parts that families have in common, as trees of sources beside the trees
+of specs.
+
+A family's name map is such a tree for each of its layers; `name_map` makes it one. Prefixes end in
+a dot.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from funcinfer.checkpoint import NameMap, Source, Stack, Stored
+from funcinfer.tree import leaves_with_path
+
+Names = dict[str, Any]
+NOT_READ = ("*.rotary_emb.inv_freq",)
+
+
+def attention_names(
+    prefix: str,
+    embed: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    qkv_bias: bool = False,
+    out_bias: bool = False,
+) -> Names:
+    """The sources of `attention_specs`: `{prefix}{q,k,v,o}_proj`."""
+    q, kv = (num_heads, head_dim), (num_kv_heads, head_dim)
+    names: Names = dict(
+        wq=Stored(f"{prefix}q_proj.weight", (q, embed)),
+        wk=Stored(f"{prefix}k_proj.weight", (kv, embed)),
+        wv=Stored(f"{prefix}v_proj.weight", (kv, embed)),
+        wo=Stored(f"{prefix}o_proj.weight", (embed, q)),
+    )
+    if qkv_bias:
+        names["bq"] = Stored(f"{prefix}q_proj.bias", (q,))
+        names["bk"] = Stored(f"{prefix}k_proj.bias", (kv,))
+        names["bv"] = Stored(f"{prefix}v_proj.bias", (kv,))
+    if out_bias:
+        names["bo"] = Stored(f"{prefix}o_proj.bias", (embed,))
+    return names
+
+
+def head_norm_names(prefix: str, head_dim: int) -> Names:
+    """The sources of `head_norm_specs`: `{prefix}{q,k}_norm`."""
+    return {w: Stored(f"{prefix}{w}.weight", (head_dim,)) for w in ("q_norm", "k_norm")}
+
+
+def mlp_names(prefix: str, embed: int, width: int) -> Names:
+    """The sources of `mlp_specs`: `{prefix}{gate,up,down}_proj`."""
+    gate, up = (Stored(f"{prefix}{w}_proj.weight", (width, embed)) for w in ("gate", "up"))
+    return dict(
+        gate_up=Stack((gate, up)),
+        down=Stored(f"{prefix}down_proj.weight", (embed, width)),
+    )
+
+
+def vector(name: str, size: int) -> Source:
+    """A tensor of one dim: a norm's weight, a bias."""
+    return Stored(name, (size,))
+
+
+def name_map(
+    layers: Sequence[Names],
+    *,
+    vocab_size: int,
+    embed: int,
+    tied_head: bool,
+    prefix: str = "model.",
+    extra: Names | None = None,
+    copies: Mapping[str, str] | None = None,
+    ignored: tuple[str, ...] = (),
+) -> NameMap:
+    """The NameMap of a decoder with these layers, in Hugging Face's names around them.
+
+    `extra` are sources of leaves beside the decoder's own (draft layers).
+    """
+    tree: Names = dict(
+        embed=Stored(f"{prefix}embed_tokens.weight", (vocab_size, embed)),
+        layers=list(layers),
+        norm=vector(f"{prefix}norm.weight", embed),
+        **(extra or {}),
+    )
+    repeated = dict(copies or {})
+    if tied_head:
+        repeated["lm_head.weight"] = "embed"
+    else:
+        tree["head"] = Stored("lm_head.weight", (vocab_size, embed))
+    return NameMap(dict(leaves_with_path(tree)), repeated, NOT_READ + ignored)
