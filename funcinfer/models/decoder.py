@@ -12,11 +12,12 @@ one of them.
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from funcinfer.kvcache.batch import Batch, Step, prepare
+from funcinfer.kvcache.batch import Batch, RopeTables, Step, prepare
 from funcinfer.layers import primitives as ops
 from funcinfer.layers.embedding import embed, embedding_specs, lm_head, lm_head_specs, take_rows
 from funcinfer.layers.rope import Rope, rope_tables
@@ -109,8 +110,23 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Draft:
+    """One multi-token-prediction module: its layer, run on the joined embedding and hidden state.
+
+    With `zero_first` the embedding beside position 0 is zeroed, as vLLM does; transformers does
+    not.
+    """
+
+    layer: Layer
+    zero_first: bool = False
+
+
+@dataclass(frozen=True)
 class Decoder:
-    """A decoder-only language model as data: its layers in order, and the sizes around them."""
+    """A decoder-only language model as data: its layers in order, and the sizes around them.
+
+    `drafts` are its multi-token-prediction modules, run by `funcinfer.models.draft`.
+    """
 
     vocab_size: int
     embed_dim: int
@@ -119,6 +135,7 @@ class Decoder:
     rope: Rope
     tied_head: bool = False
     norm: Callable[..., torch.Tensor] = ops.rms_norm
+    drafts: tuple[Draft, ...] = ()
 
     def replace(self, index: int, **sublayers: Sublayer) -> "Decoder":
         """The decoder with sublayers of one layer replaced: `decoder.replace(3, attn=mine)`."""
@@ -161,14 +178,21 @@ def decoder_specs(decoder: Decoder) -> Params:
     )
     if not decoder.tied_head:
         specs["head"] = lm_head_specs(decoder.vocab_size, decoder.embed_dim)
+    if decoder.drafts:
+        specs["mtp"] = [_draft_specs(draft, decoder.embed_dim) for draft in decoder.drafts]
     return specs
 
 
 def cache_specs(decoder: Decoder, num_pages: int, page_size: int) -> Cache:
-    """The caches of all layers: `layers.{index}.{name}` -> cache pytree of ParamSpec."""
+    """The caches of all layers: `layers.{index}.{name}` -> cache pytree of ParamSpec.
+
+    Those of drafts are `mtp.{index}.{name}`.
+    """
+    layers = [(layer_prefix(i), layer) for i, layer in enumerate(decoder.layers)]
+    layers += [(draft_prefix(i), draft.layer) for i, draft in enumerate(decoder.drafts)]
     return {
-        _cache_name(index, name): entry
-        for index, layer in enumerate(decoder.layers)
+        prefix + name: entry
+        for prefix, layer in layers
         for sublayer in layer.sublayers.values()
         for name, entry in sublayer.cache_specs(num_pages, page_size).items()
     }
@@ -192,63 +216,75 @@ def forward(
     verification, under any legal rules.
     """
 
-    def rope(positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return rope_tables(decoder.rope, positions_T, length=length)
-
-    step = prepare(batch, rules=rules, rope=rope, interleave=interleave)
+    step = prepare(batch, rules=rules, rope=rope_of(decoder, length), interleave=interleave)
     x_TD = embed(params["embed"], batch.tokens, rules=rules)
     state: State = (cache, {})
-    for index, p in enumerate(params["layers"]):
-        x_TD, state = run_layer(decoder, index, p, x_TD, state, step, rules=rules)
-    hidden_TD = decoder.norm(x_TD, params["norm"], eps=decoder.norm_eps)
+    norm = partial(decoder.norm, eps=decoder.norm_eps)
+    for index, (layer, p) in enumerate(zip(decoder.layers, params["layers"], strict=True)):
+        prefix = layer_prefix(index)
+        x_TD, state = run_layer(layer, prefix, p, x_TD, state, step, rules=rules, norm=norm)
+    hidden_TD = norm(x_TD, params["norm"])
+    return Output(head(decoder, params, hidden_TD, batch, rules=rules), hidden_TD), state[0]
+
+
+def head(
+    decoder: Decoder, params: Params, hidden_TD: torch.Tensor, batch: Batch, *, rules: Rules
+) -> torch.Tensor:
+    """Logits of the rows of normed hidden states that `batch.out` names."""
     x_LD = take_rows(hidden_TD, batch.out, rules=rules)
-    head = params["embed"] if decoder.tied_head else params["head"]
-    logits_LV = lm_head(head, x_LD, vocab_size=decoder.vocab_size, rules=rules)
-    return Output(logits_LV, hidden_TD), state[0]
+    weight = params["embed"] if decoder.tied_head else params["head"]
+    return lm_head(weight, x_LD, vocab_size=decoder.vocab_size, rules=rules)
+
+
+def rope_of(decoder: Decoder, length: int | None, shift: int = 0) -> RopeTables:
+    """The function from positions to RoPE tables that `prepare` takes; `shift` is added to
+    positions.
+    """
+
+    def rope(positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return rope_tables(decoder.rope, positions_T + shift, length=length)
+
+    return rope
 
 
 def run_layer(
-    decoder: Decoder,
-    index: int,
+    layer: Layer,
+    prefix: str,
     p: Params,
     x: torch.Tensor,
     state: State,
     step: Step,
     *,
     rules: Rules,
+    norm: Callable[..., torch.Tensor],
 ) -> tuple[torch.Tensor, State]:
-    """Layer `index` of the decoder: its sublayers in order, each with its own entries of the
-    cache.
+    """One layer: its sublayers in order, each with the cache entries whose names begin with
+    `prefix`.
     """
-    layer = decoder.layers[index]
     for name, sublayer in layer.sublayers.items():
 
         def branch(
             u: torch.Tensor, name: str = name, sublayer: Sublayer = sublayer, state: State = state
         ) -> tuple[torch.Tensor, State]:
-            u = decoder.norm(u, p[f"{name}_norm"], eps=decoder.norm_eps)
-            return _run_sublayer(sublayer, index, p[name], u, state, step, rules=rules)
+            u = norm(u, p[f"{name}_norm"])
+            cache, shared = state
+            own = {k.removeprefix(prefix): v for k, v in cache.items() if k.startswith(prefix)}
+            read = {k: cache[k] for k in sublayer.reads}
+            y, new, shared = sublayer.apply(p[name], u, {**own, **read}, step, shared, rules=rules)
+            return y, ({**cache, **{prefix + k: new[k] for k in own}}, shared)
 
         x, state = layer.connect(p, x, branch)
     return x, state
 
 
-def _run_sublayer(
-    sublayer: Sublayer,
-    index: int,
-    p: Params,
-    u: torch.Tensor,
-    state: State,
-    step: Step,
-    *,
-    rules: Rules,
-) -> tuple[torch.Tensor, State]:
-    cache, shared = state
-    prefix = _cache_name(index, "")
-    own = {k.removeprefix(prefix): v for k, v in cache.items() if k.startswith(prefix)}
-    read = {k: cache[k] for k in sublayer.reads}
-    y, new, shared = sublayer.apply(p, u, {**own, **read}, step, shared, rules=rules)
-    return y, ({**cache, **{prefix + k: new[k] for k in own}}, shared)
+def layer_prefix(index: int) -> str:
+    """What the names of a layer's cache entries begin with."""
+    return f"layers.{index}."
+
+
+def draft_prefix(index: int) -> str:
+    """What the names of a draft's cache entries begin with."""
+    return f"mtp.{index}."
 
 
 def _layer_specs(layer: Layer, embed_dim: int) -> Params:
@@ -259,5 +295,9 @@ def _layer_specs(layer: Layer, embed_dim: int) -> Params:
     return specs
 
 
-def _cache_name(index: int, name: str) -> str:
-    return f"layers.{index}.{name}"
+def _draft_specs(draft: Draft, embed_dim: int) -> Params:
+    return dict(
+        **{name: norm_specs(embed_dim) for name in ("enorm", "hnorm", "norm")},
+        eh_proj=ParamSpec((embed_dim, 2, embed_dim), ("embed", None, None)),
+        layer=_layer_specs(draft.layer, embed_dim),
+    )

@@ -17,11 +17,13 @@ from funcinfer.models.decoder import (
     decoder_specs,
     forward,
 )
+from funcinfer.models.draft import draft
 from funcinfer.sharding import Mesh, Rules
 from funcinfer.spec import ParamSpec, is_spec
 from funcinfer.tree import leaves_with_path
 
 StepFn = Callable[[Params, Cache, Batch], tuple[Output, Cache]]
+DraftFn = Callable[..., tuple[Output, Cache]]
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,9 @@ class ModelFns:
     cache_specs: Callable[[int, int], Cache]
     prefill: StepFn
     decode: StepFn
+    prefill_draft: DraftFn
+    decode_draft: DraftFn
+    num_drafts: int
     prefill_rules: Rules
     decode_rules: Rules
     interleave: int
@@ -85,11 +90,15 @@ def build(
     _same_layout(specs, prefill_rules, decode_rules)
     _same_layout(cache_specs(decoder, 1, interleave), prefill_rules, decode_rules)
     step = partial(forward, decoder, interleave=interleave, length=length)
+    drafted = partial(draft, decoder, interleave=interleave, length=length)
     return ModelFns(
         specs=specs,
         cache_specs=partial(cache_specs, decoder),
         prefill=partial(step, rules=prefill_rules),
         decode=partial(step, rules=decode_rules),
+        prefill_draft=partial(drafted, rules=prefill_rules),
+        decode_draft=partial(drafted, rules=decode_rules),
+        num_drafts=len(decoder.drafts),
         prefill_rules=prefill_rules,
         decode_rules=decode_rules,
         interleave=interleave,
@@ -107,6 +116,6 @@ def _differs(path: str, s: ParamSpec, prefill: Rules, decode: Rules) -> str:
     return (
         f"{path} would lie as {prefill.spec(*s.axes)!r} in prefill and as"
         f" {decode.spec(*s.axes)!r} in decode: rule {axis} is {prefill[axis]!r} and"
-        f" {decode[axis]!r}. Only tokens, residual_tokens, q_tokens, o_tokens, moe_tokens and logits may differ"
-        " between the phases"
+        f" {decode[axis]!r}. Only tokens, residual_tokens, q_tokens, o_tokens, moe_tokens and"
+        " logits may differ between the phases"
     )
