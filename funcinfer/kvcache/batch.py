@@ -50,8 +50,8 @@ class Step:
     """What the layers read: the Batch with bounds, slots and rope tables of this rank.
 
     `tokens`, `positions`, `k_rope` are in the tokens layout; `q_positions`, `q_rope` in q_tokens;
-    `rows`, `lo`, `hi` in q_tokens less page_tokens, where attention runs; `slots` are local; cos
-    and sin are [T, rotary_dim / 2].
+    `rows`, `lo`, `hi` in q_tokens less page_tokens, where attention runs; `slots` are local, and so
+    are `index_slots`, of caches that index_page_tokens deals; cos and sin are [T, rotary_dim / 2].
     """
 
     tokens: torch.Tensor
@@ -61,10 +61,12 @@ class Step:
     lo: torch.Tensor
     hi: torch.Tensor
     slots: torch.Tensor
+    index_slots: torch.Tensor
     page_table: torch.Tensor
     kv_lens: torch.Tensor
     k_rope: Tables
     q_rope: Tables
+    interleave: int = static()
 
 
 def batch_specs(rules: Rules) -> Batch:
@@ -91,6 +93,8 @@ def prepare(batch: Batch, *, rules: Rules, rope: RopeTables, interleave: int = 1
     """
     tokens, q_tokens, dealt = rules["tokens"], rules["q_tokens"], rules["page_tokens"]
     n, r = axis_size(dealt), axis_index(dealt)
+    index_dealt = rules["index_page_tokens"]
+    index_n, index_r = axis_size(index_dealt), axis_index(index_dealt)
     q_positions = reshard(batch.positions, P(tokens), P(q_tokens))
     rows = reshard(batch.rows, P(tokens), P(q_tokens))
     attend = P(drop(q_tokens, dealt))
@@ -103,10 +107,12 @@ def prepare(batch: Batch, *, rules: Rules, rope: RopeTables, interleave: int = 1
         lo=torch.zeros_like(seen),
         hi=local_len(seen, n, interleave, r),
         slots=local_slots(batch.slots, batch.page_size, n, interleave, r),
+        index_slots=local_slots(batch.slots, batch.page_size, index_n, interleave, index_r),
         page_table=batch.page_table,
         kv_lens=batch.kv_lens,
         k_rope=rope(batch.positions),
         q_rope=rope(q_positions),
+        interleave=interleave,
     )
 
 
