@@ -215,7 +215,6 @@ def forward(
     are chosen; None is the model's own. The same function serves prefill, chunks, decode and
     verification, under any legal rules.
     """
-
     step = prepare(batch, rules=rules, rope=rope_of(decoder, length), interleave=interleave)
     x_TD = embed(params["embed"], batch.tokens, rules=rules)
     state: State = (cache, {})
