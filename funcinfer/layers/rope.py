@@ -159,7 +159,7 @@ class Rope:
     ) -> tuple["Rope", frozenset[str]]:
         """The RoPE of a Hugging Face config.json, and the keys of the config that were read for it.
 
-        Reads the dict `rope_parameters`, or the older `rope_scaling`, with `rope_type` or `type`; and
+        Reads the dict `rope_parameters`, or the older `rope_scaling` (`rope_type` or `type`), and
         `rope_theta`, `partial_rotary_factor`, `rotary_dim`, `original_max_position_embeddings` in
         that dict or at the top level. `head_dim` is the width that the partial factor refers to;
         `layer_type` selects from a dict that is nested by layer type; `irrelevant` are keys of the
@@ -235,7 +235,8 @@ def inverse_frequencies(
     """
     d = rope.rotary_dim
     exponents_C = torch.arange(0, d, 2, dtype=torch.float32, device=device) / d
-    plain_C = 1.0 / rope.theta**exponents_C
+    powers_C = rope.theta**exponents_C
+    plain_C = 1.0 / powers_C
     match rope.scaling:
         case None:
             return plain_C
@@ -246,15 +247,15 @@ def inverse_frequencies(
             theta = rope.theta * (factor * ratio - (factor - 1)) ** (d / (d - 2))
             return 1.0 / theta**exponents_C
         case Yarn(factor=factor) as yarn:
-            ramp_C = _yarn_ramp(rope, yarn, device)
-            return plain_C * (1 - ramp_C) + plain_C / factor * ramp_C
+            kept_C = 1 - _yarn_ramp(rope, yarn, device)
+            return plain_C * kept_C + 1.0 / (factor * powers_C) * (1 - kept_C)
         case Llama3() as llama:
             return _blend_llama3(plain_C, llama)
         case LongRope() as long:
             length = length or long.max_position_embeddings
             is_long = length > long.original_max_position_embeddings
             numbers = long.long_factor if is_long else long.short_factor
-            return plain_C / torch.tensor(numbers, dtype=torch.float32, device=device)
+            return 1.0 / (torch.tensor(numbers, dtype=torch.float32, device=device) * powers_C)
 
 
 def _yarn_ramp(rope: Rope, yarn: Yarn, device: torch.device | str | None) -> Tensor:
@@ -327,9 +328,9 @@ def rope_tables(
 ) -> tuple[Tensor, Tensor]:
     """(cos, sin) of each token's angles, each [T, rotary_dim / 2], on the positions' device.
 
-    They are cast to `dtype`; the angles are float32, as in transformers, whatever it is. `length` as in
-    `inverse_frequencies`: one number for a whole run. Position -1 of a padding token is no special
-    case: it gets a finite angle.
+    They are cast to `dtype`; the angles are float32, as in transformers, whatever it is. `length`
+    as in `inverse_frequencies`: one number for a whole run. Position -1 of a padding token is no
+    special case: it gets a finite angle.
 
     >>> cos, sin = rope_tables(Rope(10000.0, 4), torch.tensor([0, 1]))
     >>> cos

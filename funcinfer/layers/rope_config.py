@@ -1,8 +1,9 @@
 """Reading the RoPE facts of a Hugging Face config.json, key by key, so that none goes unread.
 
 Two spellings are in use: `rope_parameters` (transformers 5), a dict that holds everything or one
-such dict a layer type, and `rope_scaling` beside top-level `rope_theta` and `partial_rotary_factor`.
-A key with value None counts as absent. Where a fact stands in two places, both must agree.
+such dict a layer type, and `rope_scaling` beside top-level `rope_theta` and
+`partial_rotary_factor`. A key with value None counts as absent. Where a fact stands in two places,
+both must agree.
 """
 
 from collections.abc import Mapping

@@ -16,20 +16,30 @@ import torch
 
 from funcinfer.layers.primitives import reference
 from funcinfer.layers.primitives.reference_attention import PagedCache
+from funcinfer.layers.primitives.reference_indexer import IndexCache
+from funcinfer.layers.primitives.reference_mla import LatentCache
 
 __all__ = [
     "BACKENDS",
+    "IndexCache",
+    "LatentCache",
     "PagedCache",
+    "expert_mlp",
     "force_reference",
+    "indexer_scores",
     "layer_norm",
+    "lightning_indexer",
     "merge_lse",
     "paged_attention",
+    "paged_mla_attention",
     "rms",
     "rms_norm",
     "rms_norm_fp32_weight",
     "rms_norm_one_plus",
     "rotate_half_split",
     "rotate_interleaved",
+    "select_top",
+    "sparse_mla_attention",
     "swiglu",
     "swiglu_clamped",
     "swiglu_oai",
@@ -105,3 +115,9 @@ rotate_half_split = _op(reference.rotate_half_split)
 rotate_interleaved = _op(reference.rotate_interleaved)
 paged_attention = _op(reference.paged_attention)
 merge_lse = _op(reference.merge_lse)
+paged_mla_attention = _op(reference.paged_mla_attention)
+sparse_mla_attention = _op(reference.sparse_mla_attention)
+indexer_scores = _op(reference.indexer_scores)
+select_top = _op(reference.select_top)
+lightning_indexer = _op(reference.lightning_indexer)
+expert_mlp = _op(reference.expert_mlp)

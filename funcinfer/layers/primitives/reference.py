@@ -6,7 +6,9 @@
     rotate_*    (a, b) -> (a cos - b sin, b cos + a sin) on pairs of H   (Su et al. 2021)
 
 "fp32 inside" means `promote_types(x.dtype, float32)`: half precision is computed in float32, and
-float64 stays float64. Results have the input's dtype. Attention is in `reference_attention`.
+float64 stays float64. Results have the input's dtype. Attention is in `reference_attention`,
+the experts' MLPs are in `reference_moe`, latent attention in `reference_mla`, its indexer in
+`reference_indexer`.
 
 Legend: T tokens, D model dim, F mlp width, N heads, H head dim, C rotated pairs (rotary dim / 2).
 """
@@ -15,17 +17,33 @@ import torch
 from torch import Tensor
 
 from funcinfer.layers.primitives.reference_attention import merge_lse, paged_attention
+from funcinfer.layers.primitives.reference_indexer import (
+    indexer_scores,
+    lightning_indexer,
+    select_top,
+)
+from funcinfer.layers.primitives.reference_mla import (
+    paged_mla_attention,
+    sparse_mla_attention,
+)
+from funcinfer.layers.primitives.reference_moe import expert_mlp
 
 __all__ = [
+    "expert_mlp",
+    "indexer_scores",
     "layer_norm",
+    "lightning_indexer",
     "merge_lse",
     "paged_attention",
+    "paged_mla_attention",
     "rms",
     "rms_norm",
     "rms_norm_fp32_weight",
     "rms_norm_one_plus",
     "rotate_half_split",
     "rotate_interleaved",
+    "select_top",
+    "sparse_mla_attention",
     "swiglu",
     "swiglu_clamped",
     "swiglu_oai",

@@ -69,9 +69,9 @@ def paged_attention(
     (5.5, 2.0)
     """
     _check(q_TNH, cache, page_table_RM, (rows_T, lo_T, hi_T), sinks_N)
-    (T, N, _), (R, M) = q_TNH.shape, page_table_RM.shape
-    page, K, H = cache.k.shape[1:]
-    V = cache.v.shape[3]
+    (T, N, H), (R, M) = q_TNH.shape, page_table_RM.shape
+    _, page, K, V = cache.v.shape
+    S = M * page
     tile = max(1, min(-(-T // R), MAX_TILE))
     place_T, tile_rows = _assign_tiles(rows_T, R, tile)
 
@@ -82,16 +82,13 @@ def paged_attention(
     wide = torch.promote_types(q_TNH.dtype, torch.float32)
     q_tiles = (spread(q_TNH).to(wide) * scale).unflatten(2, (K, -1))
     lo_tiles, hi_tiles = spread(lo_T), spread(hi_T)
-    s = torch.arange(M * page, device=q_TNH.device)
-    block = max(1, BLOCK_ELEMENTS // (M * page * (K * (H + V) + tile * N) + 1))
+    s = torch.arange(S, device=q_TNH.device)
+    block = max(1, BLOCK_ELEMENTS // (S * (K * (H + V) + tile * N)))
     parts = []
     for i in range(0, max(1, len(tile_rows)), block):
         chosen = slice(i, i + block)
-        pages = page_table_RM.index_select(0, tile_rows[chosen])
-        k_BSKH, v_BSKV = (
-            x.index_select(0, pages.flatten()).view(pages.shape[0], -1, K, x.shape[3]).to(wide)
-            for x in (cache.k, cache.v)
-        )
+        pages_BM = page_table_RM.index_select(0, tile_rows[chosen])
+        k_BSKH, v_BSKV = (_fetch(x, pages_BM).to(wide) for x in (cache.k, cache.v))
         see_BQS = (s >= lo_tiles[chosen, :, None]) & (s < hi_tiles[chosen, :, None])
         parts.append(_attend(q_tiles[chosen], k_BSKH, v_BSKV, see_BQS))
     out, lse = (
@@ -122,6 +119,12 @@ def _assign_tiles(rows_T: Tensor, R: int, tile: int) -> tuple[Tensor, Tensor]:
     tile_T = first_R.index_select(0, rows_T) + nth_T // tile
     tile_rows = rows_T.new_zeros((T + R * (tile - 1)) // tile).scatter(0, tile_T, rows_T)
     return tile_T * tile + nth_T % tile, tile_rows
+
+
+def _fetch(pool: Tensor, pages_BM: Tensor) -> Tensor:
+    """The pages of each tile in order: pool [pages, page, K, H] to [B, S, K, H]."""
+    (_, page, K, H), (B, M) = pool.shape, pages_BM.shape
+    return pool.index_select(0, pages_BM.flatten()).view(B, M * page, K, H)
 
 
 def _attend(
