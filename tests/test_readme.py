@@ -1,4 +1,4 @@
-"""Every Python block of the README runs, in order, in one namespace, with `folder` a tiny checkpoint."""
+"""Every Python block of the README runs, in order, with `folder` a tiny checkpoint."""
 
 import re
 from collections.abc import Callable

@@ -16,7 +16,7 @@ from funcinfer.kvcache.batch import Step
 from funcinfer.kvcache.paged import PagedKV, write
 from funcinfer.layers import primitives as ops
 from funcinfer.layers.attend import attend, project_out
-from funcinfer.sharding import P, Rules, reshard
+from funcinfer.sharding import P, Rules, axis_size, psum, reshard
 from funcinfer.spec import ParamSpec, ones
 
 Params = dict[str, Any]
@@ -64,6 +64,31 @@ def head_norm(eps: float) -> QKNorm:
 
     def norm(p: Params, x_TNH: torch.Tensor, which: str, *, rules: Rules) -> torch.Tensor:
         return ops.rms_norm(x_TNH, p[f"{which}_norm"], eps=eps)
+
+    return norm
+
+
+def full_width_norm_specs(num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, ParamSpec]:
+    """Weights of norms over all heads together: `q_norm` (N, H), `k_norm` (K, H)."""
+    return dict(
+        q_norm=ParamSpec((num_heads, head_dim), ("heads", None), init=ones),
+        k_norm=ParamSpec((num_kv_heads, head_dim), ("kv_heads", None), init=ones),
+    )
+
+
+def full_width_norm(eps: float) -> QKNorm:
+    """RMSNorm over the width of all heads together (MiniMax-M2): a `qk_norm` of `attention`.
+
+    The mean of squares runs over every head once, on whatever ranks the heads lie.
+    """
+
+    def norm(p: Params, x_TNH: torch.Tensor, which: str, *, rules: Rules) -> torch.Tensor:
+        axis = rules["heads"] if which == "q" else rules["kv_heads"]
+        wide_TNH = x_TNH.to(torch.promote_types(x_TNH.dtype, torch.float32))
+        total_T11 = psum(wide_TNH.square().sum((-2, -1), keepdim=True), axis)
+        width = x_TNH.shape[-2] * x_TNH.shape[-1] * axis_size(axis)
+        scaled_TNH = wide_TNH * torch.rsqrt(total_T11 / width + eps)
+        return scaled_TNH.to(x_TNH.dtype) * p[f"{which}_norm"]
 
     return norm
 

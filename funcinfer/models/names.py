@@ -5,7 +5,7 @@ A family's name map is such a tree for each of its layers; `name_map` makes it o
 a dot.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from funcinfer.checkpoint import NameMap, Source, Stack, Stored
@@ -47,6 +47,14 @@ def head_norm_names(prefix: str, head_dim: int) -> Names:
     return {w: Stored(f"{prefix}{w}.weight", (head_dim,)) for w in ("q_norm", "k_norm")}
 
 
+def full_width_norm_names(prefix: str, num_heads: int, num_kv_heads: int, head_dim: int) -> Names:
+    """The sources of `full_width_norm_specs`: `{prefix}{q,k}_norm`, one width in the file."""
+    return dict(
+        q_norm=Stored(f"{prefix}q_norm.weight", ((num_heads, head_dim),)),
+        k_norm=Stored(f"{prefix}k_norm.weight", ((num_kv_heads, head_dim),)),
+    )
+
+
 def mlp_names(prefix: str, embed: int, width: int) -> Names:
     """The sources of `mlp_specs`: `{prefix}{gate,up,down}_proj`."""
     gate, up = (Stored(f"{prefix}{w}_proj.weight", (width, embed)) for w in ("gate", "up"))
@@ -63,28 +71,38 @@ def vector(name: str, size: int) -> Source:
 
 def name_map(
     layers: Sequence[Names],
+    drafts: Sequence[Names] = (),
     *,
     vocab_size: int,
     embed: int,
     tied_head: bool,
     prefix: str = "model.",
-    extra: Names | None = None,
-    copies: Mapping[str, str] | None = None,
-    ignored: tuple[str, ...] = (),
 ) -> NameMap:
     """The NameMap of a decoder with these layers, in Hugging Face's names around them.
 
-    `extra` are sources of leaves beside the decoder's own (draft layers).
+    Draft modules stand behind the layers, as `{prefix}layers.{index}`: a layer with `enorm`,
+    `hnorm`, `eh_proj` and `shared_head.norm` beside it, and maybe copies of the embedding and the
+    head.
     """
-    tree: Names = dict(
-        embed=Stored(f"{prefix}embed_tokens.weight", (vocab_size, embed)),
-        layers=list(layers),
-        norm=vector(f"{prefix}norm.weight", embed),
-        **(extra or {}),
-    )
-    repeated = dict(copies or {})
-    if tied_head:
-        repeated["lm_head.weight"] = "embed"
-    else:
+    table = Stored(f"{prefix}embed_tokens.weight", (vocab_size, embed))
+    tree: Names = dict(embed=table, layers=list(layers), norm=vector(f"{prefix}norm.weight", embed))
+    head = "embed" if tied_head else "head"
+    copies: dict[str, str] = {"lm_head.weight": "embed"} if tied_head else {}
+    if not tied_head:
         tree["head"] = Stored("lm_head.weight", (vocab_size, embed))
-    return NameMap(dict(leaves_with_path(tree)), repeated, NOT_READ + ignored)
+    if drafts:
+        tree["mtp"] = []
+    for index, layer in enumerate(drafts, start=len(layers)):
+        of = f"{prefix}layers.{index}."
+        tree["mtp"].append(
+            dict(
+                enorm=vector(f"{of}enorm.weight", embed),
+                hnorm=vector(f"{of}hnorm.weight", embed),
+                norm=vector(f"{of}shared_head.norm.weight", embed),
+                eh_proj=Stored(f"{of}eh_proj.weight", (embed, (2, embed))),
+                layer=layer,
+            )
+        )
+        copies[f"{of}embed_tokens.weight"] = "embed"
+        copies[f"{of}shared_head.head.weight"] = head
+    return NameMap(dict(leaves_with_path(tree)), copies, NOT_READ)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from funcinfer.hf_config import HFConfig
-from funcinfer.models.dense import Config, decoder, name_map, no_sliding_window, read_config
+from funcinfer.models.gqa import Config, decoder, name_map, no_sliding_window, read_config
 
 __all__ = ["Config", "decoder", "from_hf", "name_map"]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from funcinfer.hf_config import HFConfig
-from funcinfer.models.dense import Config, decoder, name_map, no_sliding_window, read_config
+from funcinfer.models.gqa import Config, decoder, name_map, no_sliding_window, read_config
 
 __all__ = ["Config", "decoder", "from_hf", "name_map"]
 
@@ -17,6 +17,6 @@ def from_hf(config: Mapping[str, Any]) -> Config:
     fields = HFConfig(config)
     no_sliding_window(fields)
     bias = fields.take("attention_bias", False, kind=bool)
-    cfg = read_config(fields, config, qkv_bias=bias, out_bias=bias, head_norms=True)
+    cfg = read_config(fields, config, qkv_bias=bias, out_bias=bias, qk_norm="head")
     fields.finish()
     return cfg

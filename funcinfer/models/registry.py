@@ -38,6 +38,9 @@ _families: dict[str, "str | Family"] = {
     "LlamaForCausalLM": "funcinfer.models.llama",
     "Qwen2ForCausalLM": "funcinfer.models.qwen2",
     "Qwen3ForCausalLM": "funcinfer.models.qwen3",
+    "Qwen3MoeForCausalLM": "funcinfer.models.qwen3_moe",
+    "Glm4MoeForCausalLM": "funcinfer.models.glm4_moe",
+    "MiniMaxM2ForCausalLM": "funcinfer.models.minimax_m2",
 }
 
 
