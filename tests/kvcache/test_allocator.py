@@ -117,6 +117,16 @@ def test_a_shared_page_is_free_after_its_last_reference():
     assert pool.num_free == pool.num_usable == 3
 
 
+def test_both_references_of_a_page_can_be_dropped_in_one_call():
+    freed = []
+    pool = PagePool(4, on_free=freed.append)
+    (page,) = pool.allocate(1)
+    pool.share([page])
+    pool.free([page, page])
+    assert freed == [(page,)]
+    assert pool.num_free == 3
+
+
 def test_freed_pages_are_told_before_they_are_handed_out_again():
     events = []
     pool = PagePool(3, on_free=lambda pages: events.append(("free", pages)))

@@ -1,0 +1,1 @@
+"""Serving: scheduling, sampling, step functions and the reference loop."""
