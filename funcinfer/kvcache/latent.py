@@ -12,6 +12,8 @@ C latent width, E rotated width, H indexer width, T new tokens, B rows of a page
 S = M * page_size. Source: DeepSeek-V2 (2024), section 2.1; DeepSeek-V3.2 (2025), section 2.1.
 """
 
+from typing import Any
+
 import torch
 
 from funcinfer.kvcache.paged import write_rows
@@ -41,10 +43,11 @@ def latent_kv_specs(num_pages: int, page_size: int, *, kv_lora: int, rope_dim: i
     (9, 16, 64)
     """
     axes = ("pages", "page_tokens", None)
-    return LatentKV(  # type: ignore[arg-type]
+    specs: dict[str, Any] = dict(
         ckv=ParamSpec((num_pages, page_size, kv_lora), axes),
         kpe=ParamSpec((num_pages, page_size, rope_dim), axes),
     )
+    return LatentKV(**specs)
 
 
 def index_keys_specs(num_pages: int, page_size: int, *, head_dim: int) -> IndexKeys:
@@ -54,7 +57,8 @@ def index_keys_specs(num_pages: int, page_size: int, *, head_dim: int) -> IndexK
     ('pages', 'index_page_tokens', None)
     """
     axes = ("pages", "index_page_tokens", None)
-    return IndexKeys(k=ParamSpec((num_pages, page_size, head_dim), axes))  # type: ignore[arg-type]
+    specs: dict[str, Any] = dict(k=ParamSpec((num_pages, page_size, head_dim), axes))
+    return IndexKeys(**specs)
 
 
 def write_latents(
@@ -87,20 +91,23 @@ def write_index_keys(cache: IndexKeys, k_TH: torch.Tensor, slots_T: torch.Tensor
 
 
 def gather_latents(
-    cache: LatentKV, page_table_BM: torch.Tensor
+    cache: LatentKV, page_table_BM: torch.Tensor, kv_lens_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The latents of whole requests in order of position: (ckv [B, S, C], kpe [B, S, E]), copies.
 
-    Rows beyond a request's length are whatever its pages hold, NaN included.
+    Rows from a request's length on are 0, whatever its pages hold there.
 
     >>> cache = LatentKV(torch.arange(6.0).view(3, 2, 1), torch.zeros(3, 2, 1))
-    >>> gather_latents(cache, torch.tensor([[2, 1]]))[0].flatten()
-    tensor([4., 5., 2., 3.])
+    >>> gather_latents(cache, torch.tensor([[2, 1]]), torch.tensor([3]))[0].flatten()
+    tensor([4., 5., 2., 0.])
     """
+    s = torch.arange(page_table_BM.shape[1] * cache.ckv.shape[1], device=cache.ckv.device)
+    beyond_BS1 = (s >= kv_lens_B[:, None])[..., None]
 
     def gather(pages: torch.Tensor) -> torch.Tensor:
         rows = pages.index_select(0, page_table_BM.flatten())
-        return rows.unflatten(0, tuple(page_table_BM.shape)).flatten(1, 2)
+        rows = rows.unflatten(0, tuple(page_table_BM.shape)).flatten(1, 2)
+        return rows.masked_fill(beyond_BS1, 0)
 
     return gather(cache.ckv), gather(cache.kpe)
 
