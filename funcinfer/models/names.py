@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from funcinfer.checkpoint import NameMap, Source, Stack, Stored
+from funcinfer.layers.indexer import IndexerConfig
+from funcinfer.layers.mla import MLAConfig
 from funcinfer.tree import leaves_with_path
 
 Names = dict[str, Any]
@@ -52,6 +54,43 @@ def full_width_norm_names(prefix: str, num_heads: int, num_kv_heads: int, head_d
     return dict(
         q_norm=Stored(f"{prefix}q_norm.weight", ((num_heads, head_dim),)),
         k_norm=Stored(f"{prefix}k_norm.weight", ((num_kv_heads, head_dim),)),
+    )
+
+
+def mla_names(prefix: str, cfg: MLAConfig) -> Names:
+    """The sources of `mla_specs`: `{prefix}q_a_proj` and so on; kv_b_proj is cut in two."""
+    D, N, C, Q = cfg.embed_dim, cfg.num_heads, cfg.kv_lora, cfg.q_lora
+    qk, kv_a = cfg.nope_dim + cfg.rope_dim, C + cfg.rope_dim
+    kv_b = Stored(f"{prefix}kv_b_proj.weight", ((N, cfg.nope_dim + cfg.v_dim), C))
+    names: Names = dict(
+        wkv_a=Stored(f"{prefix}kv_a_proj_with_mqa.weight", (kv_a, D)),
+        kv_a_norm=vector(f"{prefix}kv_a_layernorm.weight", C),
+        w_uk=kv_b[:, : cfg.nope_dim],
+        w_uv=kv_b[:, cfg.nope_dim :],
+        wo=Stored(f"{prefix}o_proj.weight", (D, (N, cfg.v_dim))),
+    )
+    if cfg.bias:
+        names["bkv_a"] = vector(f"{prefix}kv_a_proj_with_mqa.bias", kv_a)
+        names["bo"] = vector(f"{prefix}o_proj.bias", D)
+    if Q is None:
+        return names | dict(wq=Stored(f"{prefix}q_proj.weight", ((N, qk), D)))
+    if cfg.bias:
+        names["bq_a"] = vector(f"{prefix}q_a_proj.bias", Q)
+    return names | dict(
+        wq_a=Stored(f"{prefix}q_a_proj.weight", (Q, D)),
+        q_a_norm=vector(f"{prefix}q_a_layernorm.weight", Q),
+        wq_b=Stored(f"{prefix}q_b_proj.weight", ((N, qk), Q)),
+    )
+
+
+def indexer_names(prefix: str, cfg: IndexerConfig) -> Names:
+    """The sources of `indexer_specs`: `{prefix}wq_b` and so on."""
+    return dict(
+        wq=Stored(f"{prefix}wq_b.weight", ((cfg.num_heads, cfg.head_dim), cfg.q_lora)),
+        wk=Stored(f"{prefix}wk.weight", (cfg.head_dim, cfg.embed_dim)),
+        k_norm=vector(f"{prefix}k_norm.weight", cfg.head_dim),
+        k_norm_bias=vector(f"{prefix}k_norm.bias", cfg.head_dim),
+        weights=Stored(f"{prefix}weights_proj.weight", (cfg.num_heads, cfg.embed_dim)),
     )
 
 

@@ -41,6 +41,11 @@ _families: dict[str, "str | Family"] = {
     "Qwen3MoeForCausalLM": "funcinfer.models.qwen3_moe",
     "Glm4MoeForCausalLM": "funcinfer.models.glm4_moe",
     "MiniMaxM2ForCausalLM": "funcinfer.models.minimax_m2",
+    "DeepseekV2ForCausalLM": "funcinfer.models.deepseek_v2",
+    "DeepseekV3ForCausalLM": "funcinfer.models.deepseek_v3",
+    "DeepseekV32ForCausalLM": "funcinfer.models.deepseek_v32",
+    "Glm4MoeLiteForCausalLM": "funcinfer.models.glm4_moe_lite",
+    "GlmMoeDsaForCausalLM": "funcinfer.models.glm_moe_dsa",
 }
 
 

@@ -1,0 +1,31 @@
+"""DeepSeek-V3 (R1, Kimi-K2): latent attention, sigmoid-routed experts in groups, draft modules.
+
+Source: the reference is transformers' modeling_deepseek_v3.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from funcinfer.hf_config import HFConfig
+from funcinfer.models.mla import (
+    Config,
+    decoder,
+    name_map,
+    read_config,
+    read_expert_layers,
+    read_experts,
+)
+
+__all__ = ["Config", "decoder", "from_hf", "name_map"]
+
+
+def from_hf(config: Mapping[str, Any]) -> Config:
+    """The Config of a DeepSeek-V3 config.json; ValueError for a field that it does not
+    understand.
+    """
+    fields = HFConfig(config)
+    experts = read_experts(fields)
+    layers = read_expert_layers(fields, fields.take("first_k_dense_replace", 0, kind=int))
+    cfg = read_config(fields, config, experts=experts if layers else None, expert_layers=layers)
+    fields.finish()
+    return cfg
