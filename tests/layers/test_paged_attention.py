@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from funcinfer.layers import primitives as ops
-from funcinfer.layers.primitives import reference_attention
+from funcinfer.layers.primitives import reference_attention, tiles
 from tests.layers import slow
 
 SCALE = 0.37
@@ -130,7 +130,7 @@ def assert_same(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None
 def test_equals_the_loop_whatever_hides_in_unseen_slots(case, max_tile, block):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference_attention, "MAX_TILE", max_tile)
-        patch.setattr(reference_attention, "BLOCK_ELEMENTS", block)
+        patch.setattr(tiles, "BLOCK_ELEMENTS", block)
         want = case.slowly()
         for poison in (math.nan, math.inf, -1e300):
             assert_same(case.poisoned(poison).run(), want)

@@ -7,9 +7,6 @@ The G query heads of a group share KV head n // G. A sink is one more logit, uns
 0 (Agarwal et al. 2025, gpt-oss). (out, lse) pairs of disjoint key sets form a monoid under
 `merge_lse` (Milakov & Gimelshein 2018); its identity is (anything, -inf).
 
-Tokens are gathered into tiles, each of tokens of one request, so that a request's pages are fetched
-once a tile and not once a token; the number of tiles is known from the shapes alone.
-
 Legend: T tokens, R requests, M pages a request, N q heads, K kv heads, G = N / K, H head dim,
 V value dim, S kv positions, B tiles of a block, Q places of a tile, n parts.
 """
@@ -19,10 +16,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from funcinfer.layers.primitives.tiles import fetch_pages, over_tiles, tile_length
+
 # A tile longer than this gains nothing: the fetch of its keys is already small beside its products.
 MAX_TILE = 64
-# Elements fetched or computed at a time; 8 MB in float32 stays in cache, and bounds the memory.
-BLOCK_ELEMENTS = 2**21
 
 
 class PagedCache(Protocol):
@@ -72,29 +69,21 @@ def paged_attention(
     (T, N, H), (R, M) = q_TNH.shape, page_table_RM.shape
     _, page, K, V = cache.v.shape
     S = M * page
-    tile = max(1, min(-(-T // R), MAX_TILE))
-    place_T, tile_rows = _assign_tiles(rows_T, R, tile)
-
-    def spread(x: Tensor) -> Tensor:  # unused places keep 0: hi = 0 sees nothing
-        places = x.new_zeros(len(tile_rows) * tile, *x.shape[1:])
-        return places.index_copy(0, place_T, x).unflatten(0, (-1, tile))
-
     wide = torch.promote_types(q_TNH.dtype, torch.float32)
-    q_tiles = (spread(q_TNH).to(wide) * scale).unflatten(2, (K, -1))
-    lo_tiles, hi_tiles = spread(lo_T), spread(hi_T)
+    q_TKGH = (q_TNH.to(wide) * scale).unflatten(1, (K, -1))
     s = torch.arange(S, device=q_TNH.device)
-    block = max(1, BLOCK_ELEMENTS // (S * (K * (H + V) + tile * N)))
-    parts = []
-    for i in range(0, max(1, len(tile_rows)), block):
-        chosen = slice(i, i + block)
-        pages_BM = page_table_RM.index_select(0, tile_rows[chosen])
-        k_BSKH, v_BSKV = (_fetch(x, pages_BM).to(wide) for x in (cache.k, cache.v))
-        see_BQS = (s >= lo_tiles[chosen, :, None]) & (s < hi_tiles[chosen, :, None])
-        parts.append(_attend(q_tiles[chosen], k_BSKH, v_BSKV, see_BQS))
-    out, lse = (
-        torch.cat(x).movedim(1, 2).flatten(0, 1).index_select(0, place_T).flatten(1, 2)
-        for x in zip(*parts, strict=True)
+
+    def attend(pages_BM: Tensor, q_BQKGH: Tensor, lo_BQ: Tensor, hi_BQ: Tensor) -> list[Tensor]:
+        k_BSKH, v_BSKV = (fetch_pages(x, pages_BM).to(wide) for x in (cache.k, cache.v))
+        see_BQS = (s >= lo_BQ[..., None]) & (s < hi_BQ[..., None])
+        return [x.movedim(1, 2) for x in attend_tiles(q_BQKGH, k_BSKH, v_BSKV, see_BQS)]
+
+    tile = tile_length(T, R, MAX_TILE)
+    elements = S * (K * (H + V) + tile * N)
+    out, lse = over_tiles(
+        attend, page_table_RM, rows_T, (q_TKGH, lo_T, hi_T), tile=tile, elements=elements
     )
+    out, lse = out.flatten(1, 2), lse.flatten(1, 2)
     if sinks_N is not None:  # one more part, of value 0
         sinks_TN = sinks_N.to(lse.dtype).expand_as(lse)
         out, lse = merge_lse(
@@ -103,31 +92,7 @@ def paged_attention(
     return out.to(q_TNH.dtype), lse
 
 
-def _assign_tiles(rows_T: Tensor, R: int, tile: int) -> tuple[Tensor, Tensor]:
-    """Give each token a place in a tile of its own request: (place of token [T], row of tile).
-
-    n tokens of a request fill ceil(n / tile) tiles, so (T + R (tile - 1)) // tile tiles hold any
-    distribution of T tokens over R requests. A tile left over has row 0 and no token.
-    """
-    T, rows_T = rows_T.shape[0], rows_T.long()
-    if tile == 1:
-        return torch.arange(T, device=rows_T.device), rows_T
-    mine_TR = (rows_T[:, None] == torch.arange(R, device=rows_T.device)).long()
-    nth_T = mine_TR.cumsum(0).gather(1, rows_T[:, None])[:, 0] - 1
-    tiles_R = (mine_TR.sum(0) + tile - 1) // tile
-    first_R = tiles_R.cumsum(0) - tiles_R
-    tile_T = first_R.index_select(0, rows_T) + nth_T // tile
-    tile_rows = rows_T.new_zeros((T + R * (tile - 1)) // tile).scatter(0, tile_T, rows_T)
-    return tile_T * tile + nth_T % tile, tile_rows
-
-
-def _fetch(pool: Tensor, pages_BM: Tensor) -> Tensor:
-    """The pages of each tile in order: pool [pages, page, K, H] to [B, S, K, H]."""
-    (_, page, K, H), (B, M) = pool.shape, pages_BM.shape
-    return pool.index_select(0, pages_BM.flatten()).view(B, M * page, K, H)
-
-
-def _attend(
+def attend_tiles(
     q_BQKGH: Tensor, k_BSKH: Tensor, v_BSKV: Tensor, see_BQS: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(out [B, K, Q, G, V], lse [B, K, Q, G]) of tiles of scaled queries, each over its own keys.

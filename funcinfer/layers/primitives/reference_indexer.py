@@ -141,7 +141,7 @@ def _indexer(
         return (finish(score_BQS.flatten(0, 1)).unflatten(0, lo_BQ.shape),)
 
     heads, width = q_TIH.shape[1:]
-    tile = tile_length(rows_T, page_table_RM, max(1, PRODUCT_ROWS // heads))
+    tile = tile_length(rows_T.shape[0], page_table_RM.shape[0], max(1, PRODUCT_ROWS // heads))
     elements = s.shape[0] * (width + tile * heads)
     per_token = (q_TIH, gate_TI, lo_T, hi_T)
     return over_tiles(score, page_table_RM, rows_T, per_token, tile=tile, elements=elements)[0]

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from funcinfer.layers.primitives.reference_attention import MAX_TILE, _attend
+from funcinfer.layers.primitives.reference_attention import MAX_TILE, attend_tiles
 from funcinfer.layers.primitives.tiles import (
     check_tokens,
     fetch_pages,
@@ -75,7 +75,7 @@ def paged_mla_attention(
         see_BQS = (s >= lo_BQ[..., None]) & (s < hi_BQ[..., None])
         return _attend_latents(q_BQNW, ckv_BSC, kpe_BSE, see_BQS)
 
-    tile = tile_length(rows_T, page_table_RM, MAX_TILE)
+    tile = tile_length(rows_T.shape[0], page_table_RM.shape[0], MAX_TILE)
     elements = s.shape[0] * (2 * q_TNW.shape[2] + tile * q_TNW.shape[1])
     u_TNC, lse_TN = over_tiles(
         attend, page_table_RM, rows_T, (q_TNW, lo_T, hi_T), tile=tile, elements=elements
@@ -145,7 +145,7 @@ def _attend_latents(
     """(u [B, Q, N, C], lse [B, Q, N]): one KV head, its key the latent and the rotated part."""
     ckv_BSC, kpe_BSE = ckv_BSC.to(q_BQNW.dtype), kpe_BSE.to(q_BQNW.dtype)
     k_BS1W = torch.cat([ckv_BSC, kpe_BSE], -1)[:, :, None]
-    u, lse = _attend(q_BQNW[:, :, None], k_BS1W, ckv_BSC[:, :, None], see_BQS)
+    u, lse = attend_tiles(q_BQNW[:, :, None], k_BS1W, ckv_BSC[:, :, None], see_BQS)
     return u[:, 0], lse[:, 0]
 
 

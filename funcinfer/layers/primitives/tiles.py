@@ -12,16 +12,38 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from funcinfer.layers.primitives.reference_attention import BLOCK_ELEMENTS, _assign_tiles
+# Elements fetched or computed at a time; 8 MB in float32 stays in cache, and bounds the memory.
+BLOCK_ELEMENTS = 2**21
 
 
-def tile_length(rows_T: Tensor, page_table_RM: Tensor, largest: int) -> int:
+def tile_length(num_tokens: int, num_requests: int, largest: int) -> int:
     """Places of a tile: a request's share of the tokens, 1..largest.
 
-    >>> tile_length(torch.zeros(7), torch.zeros(2, 3), 64)
+    >>> tile_length(7, 2, 64)
     4
     """
-    return max(1, min(-(-rows_T.shape[0] // page_table_RM.shape[0]), largest))
+    return max(1, min(-(-num_tokens // num_requests), largest))
+
+
+def assign_tiles(rows_T: Tensor, R: int, tile: int) -> tuple[Tensor, Tensor]:
+    """Give each token a place in a tile of its own request: (place of token [T], row of tile).
+
+    n tokens of a request fill ceil(n / tile) tiles, so (T + R (tile - 1)) // tile tiles hold any
+    distribution of T tokens over R requests. A tile left over has row 0 and no token.
+
+    >>> assign_tiles(torch.tensor([1, 0, 1, 1]), 2, 2)
+    (tensor([2, 0, 3, 4]), tensor([0, 1, 1]))
+    """
+    T, rows_T = rows_T.shape[0], rows_T.long()
+    if tile == 1:
+        return torch.arange(T, device=rows_T.device), rows_T
+    mine_TR = (rows_T[:, None] == torch.arange(R, device=rows_T.device)).long()
+    nth_T = mine_TR.cumsum(0).gather(1, rows_T[:, None])[:, 0] - 1
+    tiles_R = (mine_TR.sum(0) + tile - 1) // tile
+    first_R = tiles_R.cumsum(0) - tiles_R
+    tile_T = first_R.index_select(0, rows_T) + nth_T // tile
+    tile_rows = rows_T.new_zeros((T + R * (tile - 1)) // tile).scatter(0, tile_T, rows_T)
+    return tile_T * tile + nth_T % tile, tile_rows
 
 
 def over_tiles(
@@ -43,7 +65,7 @@ def over_tiles(
     >>> over_tiles(add, torch.tensor([[5], [7]]), rows, (x,), tile=2, elements=1)
     (tensor([17, 25, 37]),)
     """
-    place_T, tile_rows = _assign_tiles(rows_T, page_table_RM.shape[0], tile)
+    place_T, tile_rows = assign_tiles(rows_T, page_table_RM.shape[0], tile)
 
     def spread(x: Tensor) -> Tensor:
         places = x.new_zeros(len(tile_rows) * tile, *x.shape[1:])
