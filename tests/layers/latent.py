@@ -1,9 +1,10 @@
 """Running a latent-attention layer over requests in pages, in any chunks and on any mesh.
 
-Requests have lengths that are odd and different; pages start as NaN, and so do the inputs of padding
-tokens. A result is a dict (request, position) -> row.
+Requests have lengths that are odd and different; pages start as NaN, and so do the inputs of
+padding tokens. A result is a dict (request, position) -> row.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from funcinfer.spec import ParamSpec, empty, is_spec, with_dtype
 from funcinfer.tree import map_with_path
 
 THETA = 100.0
+ROPE = Rope(THETA, 4)
 LENGTHS = (11, 5, 7, 1)
 Result = dict[tuple[int, int], torch.Tensor]
 
@@ -58,13 +60,55 @@ class Placement:
 
 
 ALONE = Placement(Mesh(), Rules.none())
+DP = dict.fromkeys(("requests", "pages", "tokens", "q_tokens", "residual_tokens"), "dp")
+TP = dict.fromkeys(("heads", "o_heads"), "tp")
+DCP = dict.fromkeys(("heads", "o_heads"), ("tp", "dcp")) | {"page_tokens": "dcp"}
+PCP = dict.fromkeys(("tokens", "q_tokens", "residual_tokens"), "pcp")
+MESHES = {
+    "tp2": Placement(Mesh(tp=2), Rules(**TP)),
+    "tp4": Placement(Mesh(tp=4), Rules(**TP)),
+    "dp2": Placement(Mesh(dp=2), Rules(**DP)),
+    "dp3, one rank idle at the end": Placement(Mesh(dp=3), Rules(**DP)),
+    "dp2 tp2": Placement(Mesh(dp=2, tp=2), Rules(**DP, **TP)),
+    "tp4 sp": Placement(Mesh(tp=4), Rules(**TP, residual_tokens="tp")),
+    "dp2 tp2 sp": Placement(Mesh(dp=2, tp=2), Rules(**DP | TP | {"residual_tokens": ("dp", "tp")})),
+    "dcp2": Placement(Mesh(tp=1, dcp=2), Rules(**DCP)),
+    "dcp2 I=2": Placement(Mesh(tp=1, dcp=2), Rules(**DCP), interleave=2),
+    "tp2 dcp2 sp": Placement(
+        Mesh(tp=2, dcp=2), Rules(**DCP, residual_tokens=("tp", "dcp")), interleave=2
+    ),
+    "dcp4, whole heads": Placement(Mesh(dcp=4), Rules(page_tokens="dcp")),
+    "pcp2, decode replicated": Placement(
+        Mesh(pcp=2), Rules(**PCP), decode_rules=Rules.none(), parts=2
+    ),
+    "pcp2 tp2 sp": Placement(
+        Mesh(pcp=2, tp=2),
+        Rules(**PCP | TP | {"residual_tokens": ("pcp", "tp")}),
+        decode_rules=Rules(**TP, residual_tokens="tp"),
+        parts=2,
+    ),
+    "pcp2 x dcp2": Placement(
+        Mesh(pcp=2, dcp=2),
+        Rules(**PCP | {"heads": "dcp", "o_heads": "dcp", "page_tokens": ("pcp", "dcp")}),
+        parts=2,
+    ),
+    "queries over tp": Placement(
+        Mesh(dp=2, tp=2),
+        Rules(**DP | {"q_tokens": ("dp", "tp"), "residual_tokens": ("dp", "tp"), "o_heads": "tp"}),
+    ),
+    "o_proj over dp": Placement(Mesh(dp=2), Rules(**DP, o_heads="dp")),
+    "two-level o_proj": Placement(
+        Mesh(tpa=2, tpb=2),
+        Rules(heads=("tpa", "tpb"), o_heads="tpa", o_tokens="tpb", residual_tokens=("tpb", "tpa")),
+    ),
+}
 
 
 def chunks(length: int, size: int, decode: int = 0) -> list[tuple[int, int]]:
     """[start, end) of a request's chunks of `size`, its last `decode` tokens one at a time."""
     prompt = max(0, length - decode)
     edges = [*range(0, prompt, size), *range(prompt, length), length]
-    return list(zip(edges, edges[1:], strict=False))
+    return list(itertools.pairwise(edges))
 
 
 def steps(size: int, decode: int = 0, lengths: Sequence[int] = LENGTHS) -> list[dict]:
@@ -92,6 +136,7 @@ def run(
     plan: Sequence[dict],
     where: Placement = ALONE,
     *,
+    rope: Rope = ROPE,
     compiled: str | None = None,
 ) -> tuple[Result, Result]:
     """(outputs, extras) of all requests after the steps of `plan`, in the dtype of the inputs."""
@@ -114,7 +159,7 @@ def run(
         for place, name in enumerate(names):
             if name is not None:
                 x[place] = xs[name[0]][name[1]]
-        f = partial(_step, layer, rules, where.interleave)
+        f = partial(_step, layer, rules, where.interleave, rope)
         f = torch.compile(f, backend=compiled, fullgraph=True) if compiled else f
         residual = P(rules["residual_tokens"], None)
         extra = P(drop(rules["q_tokens"], rules["page_tokens"]), None)
@@ -142,9 +187,9 @@ def compare(got: Result, want: Result, atol: float) -> None:
         )
 
 
-def _step(layer, rules, interleave, p, x, cache, batch):
-    rope = partial(rope_tables, Rope(THETA, 4), dtype=x.dtype)
-    step = prepare(batch, rules=rules, rope=rope, interleave=interleave)
+def _step(layer, rules, interleave, rope, p, x, cache, batch):
+    tables = partial(rope_tables, rope, dtype=x.dtype)
+    step = prepare(batch, rules=rules, rope=tables, interleave=interleave)
     return layer.apply(p, x, cache, step, rules=rules)
 
 

@@ -70,7 +70,8 @@ def attention(p, x, sizes: Sizes, seen: list[list[int]]) -> list[Row]:
             chosen = [values[s][n] for s in seen[position]]
             heads.append(slow.softmax_sum(scores, chosen, len(p["w_uv"][n]))[0])
         outs.append([sum(dot(w, o) for w, o in zip(row, heads, strict=True)) for row in p["wo"]])
-    return [[y + b for y, b in zip(row, p.get("bo") or [0.0] * len(row))] for row in outs]
+    bias = p.get("bo") or [0.0] * len(p["wo"])
+    return [[y + b for y, b in zip(row, bias, strict=True)] for row in outs]
 
 
 def causal(length: int) -> list[list[int]]:

@@ -25,7 +25,8 @@ from funcinfer.sharding import Mesh, Rules
 from funcinfer.spec import empty, with_dtype
 from funcinfer.tree import tree_map
 from tests.layers import latent, slow_mla
-from tests.layers.latent import ALONE, LENGTHS, LayerUnderTest, Placement, compare, draw, steps
+from tests.layers.hf_latent import Module
+from tests.layers.latent import ALONE, LENGTHS, MESHES, LayerUnderTest, compare, draw, steps
 
 D = 23
 PLAIN = MLAConfig(D, 4, 11, nope_dim=5, rope_dim=4, v_dim=7, scale=0.41, q_lora=13)
@@ -156,14 +157,15 @@ def test_the_form_is_the_one_with_fewer_products():
     assert is_expanded(_step(172, 1), rules=Rules.none(), cfg=cfg)
 
 
-def test_layer_takes_the_form_that_is_expanded_says(monkeypatch):
-    for wanted in ("absorbed", "expanded"):
-        monkeypatch.setattr(mla_module, "is_expanded", lambda *a, w=wanted, **k: w == "expanded")
-        called = []
-        for form in ("absorbed", "expanded"):
-            monkeypatch.setattr(mla_module, f"mla_{form}", lambda *a, f=form, **k: called.append(f))
-        mla({}, torch.zeros(1, D), LatentKV(*torch.zeros(2, 1)), _step(1, 1), rules=Rules.none(), cfg=PLAIN)  # fmt: skip
-        assert called == [wanted]
+@pytest.mark.parametrize("wanted", ["absorbed", "expanded"])
+def test_layer_takes_the_form_that_is_expanded_says(wanted, monkeypatch):
+    monkeypatch.setattr(mla_module, "is_expanded", lambda *a, **k: wanted == "expanded")
+    called = []
+    for form in ("absorbed", "expanded"):
+        monkeypatch.setattr(mla_module, f"mla_{form}", lambda *a, f=form, **k: called.append(f))
+    empty_cache = LatentKV(*torch.zeros(2, 1))
+    mla({}, torch.zeros(1, D), empty_cache, _step(1, 1), rules=Rules.none(), cfg=PLAIN)
+    assert called == [wanted]
 
 
 def _step(tokens: int, requests: int):
@@ -171,50 +173,6 @@ def _step(tokens: int, requests: int):
     rows = [Rows(range(n), 0, range(-(-n // 16)), wanted=0) for n in share]
     batch = make_batch([rows], page_size=16)
     return prepare(batch, rules=Rules.none(), rope=partial(rope_tables, Rope(100.0, 4)))
-
-
-DP = dict.fromkeys(("requests", "pages", "tokens", "q_tokens", "residual_tokens"), "dp")
-TP = dict.fromkeys(("heads", "o_heads"), "tp")
-DCP = dict.fromkeys(("heads", "o_heads"), ("tp", "dcp")) | {"page_tokens": "dcp"}
-PCP = dict.fromkeys(("tokens", "q_tokens", "residual_tokens"), "pcp")
-MESHES = {
-    "tp2": Placement(Mesh(tp=2), Rules(**TP)),
-    "tp4": Placement(Mesh(tp=4), Rules(**TP)),
-    "dp2": Placement(Mesh(dp=2), Rules(**DP)),
-    "dp3, one rank idle at the end": Placement(Mesh(dp=3), Rules(**DP)),
-    "dp2 tp2": Placement(Mesh(dp=2, tp=2), Rules(**DP, **TP)),
-    "tp4 sp": Placement(Mesh(tp=4), Rules(**TP, residual_tokens="tp")),
-    "dp2 tp2 sp": Placement(Mesh(dp=2, tp=2), Rules(**DP | TP | {"residual_tokens": ("dp", "tp")})),
-    "dcp2": Placement(Mesh(tp=1, dcp=2), Rules(**DCP)),
-    "dcp2 I=2": Placement(Mesh(tp=1, dcp=2), Rules(**DCP), interleave=2),
-    "tp2 dcp2 sp": Placement(
-        Mesh(tp=2, dcp=2), Rules(**DCP, residual_tokens=("tp", "dcp")), interleave=2
-    ),
-    "dcp4, whole heads": Placement(Mesh(dcp=4), Rules(page_tokens="dcp")),
-    "pcp2, decode replicated": Placement(
-        Mesh(pcp=2), Rules(**PCP), decode_rules=Rules.none(), parts=2
-    ),
-    "pcp2 tp2 sp": Placement(
-        Mesh(pcp=2, tp=2),
-        Rules(**PCP | TP | {"residual_tokens": ("pcp", "tp")}),
-        decode_rules=Rules(**TP, residual_tokens="tp"),
-        parts=2,
-    ),
-    "pcp2 x dcp2": Placement(
-        Mesh(pcp=2, dcp=2),
-        Rules(**PCP | {"heads": "dcp", "o_heads": "dcp", "page_tokens": ("pcp", "dcp")}),
-        parts=2,
-    ),
-    "queries over tp": Placement(
-        Mesh(dp=2, tp=2),
-        Rules(**DP | {"q_tokens": ("dp", "tp"), "residual_tokens": ("dp", "tp"), "o_heads": "tp"}),
-    ),
-    "o_proj over dp": Placement(Mesh(dp=2), Rules(**DP, o_heads="dp")),
-    "two-level o_proj": Placement(
-        Mesh(tpa=2, tpb=2),
-        Rules(heads=("tpa", "tpb"), o_heads="tpa", o_tokens="tpb", residual_tokens=("tpb", "tpa")),
-    ),
-}
 
 
 @pytest.mark.parametrize("plan", ["whole", "chunks"])
@@ -287,3 +245,28 @@ def test_config_refuses_sizes_that_do_not_go_together(change, message):
 def test_heads_that_do_not_divide_are_refused_at_config_time():
     with pytest.raises(ValueError, match=r"wq_b.*4"):
         Rules(heads="tp", o_heads="tp").check(mla_specs(PLAIN), Mesh(tp=3))
+
+
+HF = {
+    "deepseek_v2": ("deepseek_v2", {}),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "glm4_moe_lite": ("glm4_moe_lite", {}),
+    "no query latent": ("deepseek_v3", {"q_lora_rank": None}),
+    "biases": ("deepseek_v3", {"attention_bias": True}),
+    "half split": ("deepseek_v3", {"rope_interleave": False}),
+}
+
+
+@pytest.mark.parametrize("name", HF)
+def test_layer_equals_transformers(name, tiny_model):
+    family, overrides = HF[name]
+    module = Module(*tiny_model(family, **overrides), 1)
+    x = module.inputs()
+    want = {(0, t): row for t, row in enumerate(module.run(x)[0])}
+    assert set(module.params()) == set(mla_specs(module.cfg))
+    for form in FORMS.values():
+        for size, decode in ((99, 0), (5, 0), (30, 7)):
+            plan = steps(size, decode, [len(x)])
+            under_test = layer(module.cfg, form)
+            got, _ = latent.run(under_test, module.params(), [x], plan, rope=module.rope)
+            compare(got, want, 1e-5)
