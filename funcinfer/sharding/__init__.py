@@ -2,6 +2,8 @@
 layout to another.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from funcinfer.sharding import presets
 from funcinfer.sharding.collectives import (
     all_gather,
@@ -29,7 +31,11 @@ from funcinfer.sharding.mesh import (
 )
 from funcinfer.sharding.reshard import reduce_to, reshard
 from funcinfer.sharding.rules import LIBRARY_AXES, Rules, pad, token_multiple
-from funcinfer.sharding.shard_map import Ranks, ThreadRanks, shard, shard_map
+from funcinfer.sharding.shard_map import Ranks, ThreadRanks, shard_map
+from funcinfer.sharding.split_join import shard
+
+if TYPE_CHECKING:
+    from funcinfer.sharding.comm_torch import ProcessRanks, TorchComm, end_process, init_process
 
 __all__ = [
     "LIBRARY_AXES",
@@ -38,9 +44,11 @@ __all__ = [
     "Group",
     "Mesh",
     "P",
+    "ProcessRanks",
     "Ranks",
     "Rules",
     "ThreadRanks",
+    "TorchComm",
     "all_gather",
     "all_to_all",
     "all_to_all_v",
@@ -50,7 +58,9 @@ __all__ = [
     "both",
     "current",
     "drop",
+    "end_process",
     "extends",
+    "init_process",
     "is_p",
     "join_axes",
     "longer",
@@ -68,3 +78,12 @@ __all__ = [
     "solo",
     "token_multiple",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs process groups is imported at its first use."""
+    if name in ("ProcessRanks", "TorchComm", "end_process", "init_process"):
+        from funcinfer.sharding import comm_torch
+
+        return getattr(comm_torch, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

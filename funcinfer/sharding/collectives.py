@@ -5,15 +5,15 @@
     all_gather      A[I_X]     -> A[I]        ppermute        sends whole tensors
 
 `axis` is a name, a tuple of names (major first) or None. Each call gives a new tensor; no input is
-written. A caller must not write a tensor in place while other ranks may still read it. Inference
-only: a tensor that requires grad raises, because no gradient rule is defined across ranks.
+written, and a caller may write to it once the call has returned. Inference only: a tensor that
+requires grad raises, because no gradient rule is defined across ranks.
 """
 
 from collections.abc import Sequence
 
 import torch
 
-from funcinfer.sharding.comm import Group, require_env
+from funcinfer.sharding.comm import Comm, Group, require_env
 from funcinfer.sharding.mesh import Axis, names
 
 
@@ -31,7 +31,7 @@ def axis_size(axis: Axis) -> int:
 
 
 def psum(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The sum over `axis`, on every rank of it.
+    """The sum over `axis`, on every rank of it. ValueError for bool and 8-bit float tensors.
 
     >>> from funcinfer.sharding import Mesh, P, shard_map
     >>> f = shard_map(lambda x: psum(x, "tp"), Mesh(tp=2), (P("tp"),), P(None))
@@ -40,21 +40,23 @@ def psum(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """
     if axis_size(axis) == 1:
         return x
-    return _comm(x, "psum").psum(x, _group(axis))
+    _reducible(x, axis, "psum")
+    return _comm(x, axis, "psum").psum(x, _group(axis))
 
 
 def pmax(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The elementwise maximum over `axis`, on every rank of it."""
     if axis_size(axis) == 1:
         return x
-    return _comm(x, "pmax").pmax(x, _group(axis))
+    return _comm(x, axis, "pmax").pmax(x, _group(axis))
 
 
 def all_gather(x: torch.Tensor, axis: Axis, *, dim: int) -> torch.Tensor:
     """The parts of all ranks of `axis` joined along `dim`, in index order."""
     if axis_size(axis) == 1:
         return x
-    return _comm(x, "all_gather").all_gather(x, _group(axis), dim=dim)
+    dim = _dim(x, dim, "all_gather")
+    return _comm(x, axis, "all_gather").all_gather(x, _group(axis), dim=dim)
 
 
 def psum_scatter(x: torch.Tensor, axis: Axis, *, dim: int) -> torch.Tensor:
@@ -63,8 +65,10 @@ def psum_scatter(x: torch.Tensor, axis: Axis, *, dim: int) -> torch.Tensor:
     """
     if axis_size(axis) == 1:
         return x
+    dim = _dim(x, dim, "psum_scatter")
+    _reducible(x, axis, "psum_scatter")
     _divides(x, axis, dim, "psum_scatter")
-    return _comm(x, "psum_scatter").psum_scatter(x, _group(axis), dim=dim)
+    return _comm(x, axis, "psum_scatter").psum_scatter(x, _group(axis), dim=dim)
 
 
 def all_to_all(x: torch.Tensor, axis: Axis, *, split: int, concat: int) -> torch.Tensor:
@@ -73,8 +77,9 @@ def all_to_all(x: torch.Tensor, axis: Axis, *, split: int, concat: int) -> torch
     """
     if axis_size(axis) == 1:
         return x
+    split, concat = _dim(x, split, "all_to_all"), _dim(x, concat, "all_to_all")
     _divides(x, axis, split, "all_to_all")
-    return _comm(x, "all_to_all").all_to_all(x, _group(axis), split=split, concat=concat)
+    return _comm(x, axis, "all_to_all").all_to_all(x, _group(axis), split=split, concat=concat)
 
 
 def all_to_all_v(
@@ -86,14 +91,15 @@ def all_to_all_v(
     The counts are host integers and both sides must agree, so this waits for the host: the eager
     prefill option. ValueError where the counts do not add up to the rows of `x`.
     """
-    if len(counts) != axis_size(axis) or sum(counts) != x.shape[0] or min(counts) < 0:
+    _dim(x, 0, "all_to_all_v")
+    if len(counts) != axis_size(axis) or min(counts) < 0 or sum(counts) != len(x):
         raise ValueError(
             f"all_to_all_v over {axis!r}: counts {tuple(counts)} must be {axis_size(axis)} numbers"
-            f" from 0 that add up to the {x.shape[0]} rows"
+            f" from 0 that add up to the {len(x)} rows"
         )
     if axis_size(axis) == 1:
-        return x, (x.shape[0],)
-    return _comm(x, "all_to_all_v").all_to_all_v(x, _group(axis), counts)
+        return x, (len(x),)
+    return _comm(x, axis, "all_to_all_v").all_to_all_v(x, _group(axis), counts)
 
 
 def ppermute(x: torch.Tensor, axis: Axis, perm: Sequence[tuple[int, int]]) -> torch.Tensor:
@@ -111,21 +117,31 @@ def ppermute(x: torch.Tensor, axis: Axis, perm: Sequence[tuple[int, int]]) -> to
             )
     if size == 1:
         return x if perm else torch.zeros_like(x)
-    return _comm(x, "ppermute").ppermute(x, _group(axis), perm)
+    return _comm(x, axis, "ppermute").ppermute(x, _group(axis), perm)
 
 
 def _group(axis: Axis) -> Group:
     return require_env(axis).group(axis)
 
 
-def _comm(x: torch.Tensor, what: str):
-    env = require_env(None)
+def _comm(x: torch.Tensor, axis: Axis, what: str) -> Comm:
     if torch.is_grad_enabled() and x.requires_grad:
         raise RuntimeError(
             f"{what}: the tensor requires grad, and no gradient rule is defined across ranks;"
             f" differentiate the one-device function, or call under torch.no_grad()"
         )
-    return env.comm
+    return require_env(axis).comm
+
+
+def _reducible(x: torch.Tensor, axis: Axis, what: str) -> None:
+    if x.dtype is torch.bool or (x.is_floating_point() and x.dtype.itemsize == 1):
+        raise ValueError(f"{what} over {axis!r}: can't add {x.dtype}; cast it to a wider dtype")
+
+
+def _dim(x: torch.Tensor, dim: int, what: str) -> int:
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"{what}: there is no dim {dim} in shape {tuple(x.shape)}")
+    return dim % x.ndim
 
 
 def _divides(x: torch.Tensor, axis: Axis, dim: int, what: str) -> None:

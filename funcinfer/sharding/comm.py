@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -87,16 +88,25 @@ class Env:
     comm: Comm
 
     def group(self, axis: Axis) -> Group:
-        """The group of a collective over `axis`; NameError where an axis is not bound."""
+        """The group of a collective over `axis`.
+
+        NameError where an axis is not bound, ValueError where one is named twice.
+        """
         self.require(axis)
-        members = self.mesh.group(axis, self.coord)
-        return Group(names(axis), members, self.mesh.index(axis, self.coord))
+        return _group(self.mesh, names(axis), tuple(self.coord.items()))
 
     def require(self, axis: Axis) -> None:
         """NameError where `axis` names a mesh axis that is not bound."""
         for a in names(axis):
             if a not in self.coord:
                 raise NameError(_unbound(a, f"bound axes: {', '.join(self.mesh.names) or 'none'}"))
+
+
+@lru_cache(maxsize=4096)
+def _group(mesh: Mesh, axes: tuple[str, ...], place: tuple[tuple[str, int], ...]) -> Group:
+    if len(set(axes)) != len(axes):
+        raise ValueError(f"a collective over {axes!r} names a mesh axis twice")
+    return Group(axes, mesh.group(axes, dict(place)), mesh.index(axes, dict(place)))
 
 
 class _Local(threading.local):
@@ -112,10 +122,10 @@ def current() -> Env | None:
 
 
 def require_env(axis: Axis) -> Env:
-    """This thread's environment with `axis` bound; NameError otherwise."""
+    """This thread's environment with the mesh axes `axis` bound; NameError otherwise."""
     env = _local.env
     if env is None:
-        raise NameError(_unbound(str(names(axis)[0]), "no mesh is bound here"))
+        raise NameError(_unbound(names(axis)[0], "no mesh is bound here"))
     env.require(axis)
     return env
 

@@ -87,6 +87,9 @@ class P(tuple[Axis, ...]):
 
     def __new__(cls, *entries: Axis) -> "P":
         """One argument a dim: a mesh axis, a tuple of them, or None."""
+        for e in entries:
+            if not all(isinstance(a, str) for a in ((e,) if isinstance(e, int) else names(e))):
+                raise ValueError(f"P entry {e!r}: write a mesh axis, a tuple of axes, or None")
         spec = super().__new__(cls, (axis_of(names(e)) for e in entries))
         used = [a for e in spec for a in names(e)]
         if twice := sorted({a for a in used if used.count(a) > 1}):
@@ -136,7 +139,7 @@ class Mesh:
         sizes: dict[str, int] = {}
         for part in filter(None, (p.strip() for p in text.split(","))):
             name, _, size = part.partition("=")
-            if not (name.isidentifier() and size.isdigit()) or name in sizes:
+            if not (name.isidentifier() and size.isdecimal()) or name in sizes:
                 raise ValueError(
                     f"mesh {text!r}: can't read {part!r}; write axis=size, as dp=2,tp=4"
                 )
@@ -159,10 +162,12 @@ class Mesh:
     def size(self, axis: Axis) -> int:
         """The number of ranks along an axis or a product of axes; 1 for None."""
         sizes = dict(self.axes)
+        product = 1  # a loop, because torch.compile does not trace math.prod of a generator
         for a in names(axis):
             if a not in sizes:
                 raise ValueError(f"{self!r} has no axis {a!r}{suggest(a, sizes)}")
-        return math.prod(sizes[a] for a in names(axis))
+            product *= sizes[a]
+        return product
 
     def coords(self) -> list[dict[str, int]]:
         """Each rank's coordinate, in rank order."""
@@ -170,7 +175,7 @@ class Mesh:
         return [dict(zip(self.names, c, strict=True)) for c in itertools.product(*ranges)]
 
     def index(self, axis: Axis, coord: Coord) -> int:
-        """A rank's index along a product of axes, major first."""
+        """The index of a rank along a product of axes, major first."""
         i = 0
         for a in names(axis):
             i = i * self.size(a) + coord[a]
@@ -198,12 +203,32 @@ class Mesh:
                 f"{where}shape {tuple(shape)} has {len(shape)} dims, {spec!r} has {len(spec)}"
             )
         for dim, (n, axis) in enumerate(zip(shape, spec, strict=True)):
+            if unknown := [a for a in names(axis) if a not in self.names]:
+                raise ValueError(
+                    f"{where}layout {spec!r} of shape {tuple(shape)}: {self!r} has no axis"
+                    f" {unknown[0]!r}{suggest(unknown[0], self.names)}"
+                )
             if n % self.size(axis):
                 raise ValueError(
                     f"{where}dim {dim} of shape {tuple(shape)} is {n}, which {axis!r} of {self!r}"
-                    f" does not divide into {self.size(axis)} even parts (layout {spec!r})"
+                    f" does not divide into {self.size(axis)} even parts (layout {spec!r});"
+                    f" make it a multiple of {self.size(axis)} or lay this dim out otherwise"
                 )
         return tuple(n // self.size(axis) for n, axis in zip(shape, spec, strict=True))
+
+
+def show_ranks(mesh: Mesh, ranks: Sequence[int]) -> str:
+    """Ranks with their coordinates, for messages; at most four of them.
+
+    >>> show_ranks(Mesh(dp=2, tp=2), [1, 2])
+    'ranks 1 (dp=0, tp=1) and 2 (dp=1, tp=0)'
+    """
+    coords = mesh.coords()
+    shown = [f"{r} ({', '.join(f'{a}={i}' for a, i in coords[r].items())})" for r in ranks[:4]]
+    if len(ranks) > 4:
+        shown.append(f"{len(ranks) - 4} more")
+    listed = shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

@@ -4,10 +4,13 @@
     reduce_to  A[I]{U_X} -> A[I_Y]       finish partial sums over X, in the layout that is wanted
 
 Dim 0 is the token dim and is a bag: each token carries its position, row and slot, which move by
-the same route as the tensor, so an axis may leave it from any place and come back. The other dims
-are ordered: axes join and leave them at the minor end only. What can't be reached in that way is a
-ValueError that names both layouts.
+the same route as the tensor, so an axis may leave it from any place and come back; axes that arrive
+do so in the order in which the target names them. The other dims are ordered: axes join and leave
+them at the minor end only. What can't be reached in that way is a ValueError that names both
+layouts, before anything is sent.
 """
+
+from typing import NamedTuple
 
 import torch
 
@@ -19,7 +22,7 @@ from funcinfer.sharding.collectives import (
     psum,
     psum_scatter,
 )
-from funcinfer.sharding.mesh import Axis, P, axis_of, drop, extends, names
+from funcinfer.sharding.mesh import Axis, P, axis_of, both, drop, extends, names
 
 
 def reshard(x: torch.Tensor, src: P, dst: P) -> torch.Tensor:
@@ -37,37 +40,74 @@ def reshard(x: torch.Tensor, src: P, dst: P) -> torch.Tensor:
             [2, 3]])
     """
     _same_rank(x, src, dst)
+    for move in moves(src, dst):
+        if move.kind == "cut":
+            x = _cut(x, move.axes, move.dim)
+        elif move.kind == "gather":
+            x = all_gather(x, axis_of(move.axes), dim=move.dim)
+        else:
+            x = all_to_all(x, axis_of(move.axes), split=move.target, concat=move.dim)
+    return x
+
+
+class Move(NamedTuple):
+    """One step of a reshard.
+
+    "gather": `axes` leave `dim`. "exchange": they leave `dim` and arrive at `target`. "cut": they
+    arrive at `dim`.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    dim: int
+    target: int = 0
+
+
+def moves(src: P, dst: P) -> list[Move]:
+    """The steps from layout `src` to `dst`; ValueError where the moves of this file don't reach it.
+
+    >>> moves(P(("dp", "tp"), None), P("dp", "tp"))
+    [Move(kind='exchange', axes=('tp',), dim=0, target=1)]
+    """
     have = [list(names(a)) for a in src]
     want = [list(names(a)) for a in dst]
-    for dim in range(x.ndim):
-        while run := _leaving(have[dim], want, dim):
+    steps: list[Move] = []
+    for dim in range(len(have)):
+        while run := _leaving(have[dim], want, dim, src, dst):
             target = _target(run[0], want)
-            if target == 0 and [a for a in want[0] if a in run] != list(run):
-                raise ValueError(
-                    _unreachable(src, dst, f"axes {run} reach the token dim in another order")
-                )
-            x = _move(x, run, dim, target)
             have[dim] = [a for a in have[dim] if a not in run]
-            if target is not None:
+            if target is None:
+                steps.append(Move("gather", run, dim))
+            else:
+                steps.append(Move("exchange", run, dim, target))
                 have[target] += run
-    for dim in range(x.ndim):
-        for a in want[dim]:
-            if a not in have[dim]:
-                x = _cut(x, a, dim)
-                have[dim].append(a)
-        same = sorted(have[dim]) == sorted(want[dim]) if dim == 0 else have[dim] == want[dim]
-        if not same:
-            raise ValueError(_unreachable(src, dst, f"dim {dim} would end with axes {have[dim]}"))
-    return x
+    for dim in range(len(have)):
+        if new := tuple(a for a in want[dim] if a not in have[dim]):
+            steps.append(Move("cut", new, dim))
+            have[dim] += new
+    arrived = [a for a in have[0] if a not in names(src[0])] if have else []
+    if arrived != [a for a in names(dst[0]) if a in arrived]:
+        raise ValueError(_unreachable(src, dst, f"axes reach dim 0 in the order {tuple(arrived)}"))
+    for dim in range(1, len(have)):
+        if have[dim] != want[dim]:
+            raise ValueError(
+                _unreachable(src, dst, f"dim {dim} would end with the order {tuple(have[dim])}")
+            )
+    return steps
 
 
 def reduce_to(y: torch.Tensor, over: Axis, src: P, dst: P) -> torch.Tensor:
     """Finish sums that are partial over `over`: scatter those axes that `dst` deals, psum the rest,
     cut what is alike.
 
-    `src` is the layout of the partial sums. ValueError where `dst` drops or moves an axis of `src`.
+    `src` is the layout of the partial sums. Axes of one dim that are scattered next to each other
+    form one collective. ValueError where `dst` drops or moves an axis of `src`, or `over` has one.
     """
     _same_rank(y, src, dst)
+    if shared := both(over, src.axes):
+        raise ValueError(
+            f"sums over {over!r} can't be partial over {shared!r}, which shards {src!r}"
+        )
     for dim, (s, d) in enumerate(zip(src, dst, strict=True)):
         if not (extends(d, s) if dim else set(names(s)) <= set(names(d))):
             raise ValueError(
@@ -79,7 +119,7 @@ def reduce_to(y: torch.Tensor, over: Axis, src: P, dst: P) -> torch.Tensor:
                 scattered.append(a)
                 continue
             y = psum_scatter(y, axis_of(scattered), dim=dim)
-            y, scattered = _cut(y, a, dim), []
+            y, scattered = _cut(y, (a,), dim), []
         y = psum_scatter(y, axis_of(scattered), dim=dim)
     return psum(y, axis_of(a for a in names(over) if a not in dst.axes))
 
@@ -88,38 +128,37 @@ def _target(axis: str, want: list[list[str]]) -> int | None:
     return next((dim for dim, axes in enumerate(want) if axis in axes), None)
 
 
-def _leaving(have: list[str], want: list[list[str]], dim: int) -> tuple[str, ...]:
+def _leaving(have: list[str], want: list[list[str]], dim: int, src: P, dst: P) -> tuple[str, ...]:
     """The last run of axes that leave this dim for one target; () where none leaves."""
     gone = [a for a in have if a not in want[dim]]
     if not gone:
         return ()
     run = [gone.pop()]
+    if dim and have[-1] != run[0]:
+        raise ValueError(
+            _unreachable(
+                src,
+                dst,
+                f"{run[0]!r} leaves dim {dim}, but it is not the last of {tuple(have)};"
+                f" reorder the rule so that it comes last",
+            )
+        )
     while gone and _target(gone[-1], want) == _target(run[0], want):
-        if dim and have[-len(run) - 1 :] != [gone[-1], *run]:
+        if dim and have[-len(run) - 1] != gone[-1]:
             break
         run.insert(0, gone.pop())
-    if dim and have[-len(run) :] != run:
-        raise ValueError(
-            f"dim {dim}: axes {tuple(run)} leave, but they are not the minor axes of {tuple(have)};"
-            f" reorder the rule so that they come last"
-        )
     return tuple(run)
 
 
-def _move(x: torch.Tensor, run: tuple[str, ...], dim: int, target: int | None) -> torch.Tensor:
-    if target is None:
-        return all_gather(x, axis_of(run), dim=dim)
-    return all_to_all(x, axis_of(run), split=target, concat=dim)
-
-
-def _cut(x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
-    n = axis_size(axis)
+def _cut(x: torch.Tensor, axes: tuple[str, ...], dim: int) -> torch.Tensor:
+    """This rank's part of values that the ranks along `axes` hold alike."""
+    n = axis_size(axes)
     if x.shape[dim] % n:
         raise ValueError(
-            f"dim {dim} of shape {tuple(x.shape)} is {x.shape[dim]}, which {axis!r} does not divide"
-            f" into {n} even parts; pad it first"
+            f"dim {dim} of shape {tuple(x.shape)} is {x.shape[dim]}, which {axis_of(axes)!r} does"
+            f" not divide into {n} even parts; pad it first"
         )
-    return x if n == 1 else x.chunk(n, dim)[axis_index(axis)]
+    return x if n == 1 else x.chunk(n, dim)[axis_index(axes)]
 
 
 def _same_rank(x: torch.Tensor, src: P, dst: P) -> None:

@@ -6,13 +6,26 @@ the moves of `funcinfer.sharding.reshard` and the layers can't serve, at config 
 for each law that is broken.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from funcinfer.sharding.explain import explain
-from funcinfer.sharding.mesh import Axis, Mesh, P, axis_of, drop, extends, names, suggest
+from funcinfer.sharding.mesh import (
+    Axis,
+    Mesh,
+    P,
+    axis_of,
+    both,
+    drop,
+    extends,
+    longer,
+    names,
+    suggest,
+)
+from funcinfer.sharding.reshard import moves
 from funcinfer.spec import ParamSpec, is_spec
 from funcinfer.tree import leaves_with_path, tree_map
 
@@ -141,13 +154,21 @@ class Rules(Mapping[str, Axis]):
             try:
                 mesh.local_shape(s.shape, self.spec(*s.axes), path)
             except ValueError as error:
-                pad_hint = (
-                    " (pad(specs, mesh, rules) enlarges it)" if set(s.axes) & set(PADDABLE) else ""
-                )
-                found.append(f"{error}{pad_hint}")
-        return (
-            found + _token_laws(self) + _head_laws(self, leaves, mesh) + _other_laws(self, leaves)
-        )
+                odd = [
+                    a
+                    for n, a in zip(s.shape, s.axes, strict=True)
+                    if a in PADDABLE and n % mesh.size(self[a])
+                ]
+                hint = f"; pad(specs, mesh, rules) enlarges {odd[0]}" if odd else ""
+                found.append(f"{error}{hint}")
+        return [
+            *found,
+            *_token_laws(self),
+            *_disjoint_laws(self),
+            *_head_laws(self, leaves, mesh),
+            *_output_laws(self),
+            *_vocabulary_laws(self, leaves),
+        ]
 
     def explain(self, specs: Any, mesh: Mesh) -> str:
         """A table: each leaf's axes, layout, local shape, copies and bytes a rank; layers that are
@@ -180,13 +201,8 @@ def token_multiple(rules: Rules, mesh: Mesh) -> int:
     """What the number of tokens of one requests group must be a multiple of, so that every token
     layout divides it.
     """
-    sizes = [
-        mesh.size(drop(rules[a], rules["requests"])) for a in ("tokens", *TOKEN_AXES, "o_tokens")
-    ]
-    multiple = 1
-    for n in sizes:
-        multiple = n if n % multiple == 0 else multiple * n
-    return multiple
+    token_axes = ("tokens", *TOKEN_AXES, "o_tokens")
+    return math.lcm(*(mesh.size(drop(rules[a], rules["requests"])) for a in token_axes))
 
 
 def _unknown_names(rules: Rules, specs: list[ParamSpec], mesh: Mesh) -> list[str]:
@@ -231,10 +247,11 @@ def _token_laws(rules: Rules) -> list[str]:
     return found
 
 
-def _head_laws(rules: Rules, leaves: list[tuple[str, ParamSpec]], mesh: Mesh) -> list[str]:
-    found = []
-    heads, kv_heads, page_tokens = rules["heads"], rules["kv_heads"], rules["page_tokens"]
-    for a, b in (
+def _disjoint_laws(rules: Rules) -> list[str]:
+    """Pairs of axes that meet on one tensor, or whose ranks would sum or write what they should
+    not.
+    """
+    pairs = (
         ("page_tokens", "requests"),
         ("page_tokens", "kv_heads"),
         ("index_page_tokens", "requests"),
@@ -243,12 +260,19 @@ def _head_laws(rules: Rules, leaves: list[tuple[str, ParamSpec]], mesh: Mesh) ->
         ("o_heads", "o_tokens"),
         ("expert_mlp", "moe_tokens"),
         ("expert_mlp", "experts"),
+        ("linear_heads", "linear_tokens"),
         ("logits", "requests"),
-    ):
-        if shared := sorted(set(names(rules[a])) & set(names(rules[b]))):
-            found.append(
-                f"{a}={rules[a]!r} and {b}={rules[b]!r} share {shared}: they must be disjoint"
-            )
+    )
+    return [
+        f"{a}={rules[a]!r} and {b}={rules[b]!r} share {shared!r}: they must be disjoint"
+        for a, b in pairs
+        if (shared := both(rules[a], rules[b]))
+    ]
+
+
+def _head_laws(rules: Rules, leaves: list[tuple[str, ParamSpec]], mesh: Mesh) -> list[str]:
+    found = []
+    heads, kv_heads, page_tokens = rules["heads"], rules["kv_heads"], rules["page_tokens"]
     stay = drop(heads, page_tokens)
     if not extends(heads, stay):
         found.append(f"page_tokens={page_tokens!r} must be the minor axes of heads={heads!r}")
@@ -266,17 +290,48 @@ def _head_laws(rules: Rules, leaves: list[tuple[str, ParamSpec]], mesh: Mesh) ->
     return found
 
 
-def _other_laws(rules: Rules, leaves: list[tuple[str, ParamSpec]]) -> list[str]:
+def _output_laws(rules: Rules) -> list[str]:
+    """The way of attention's output: (q_tokens, heads), (o_tokens, o_heads), residual_tokens."""
+    q, o, residual = rules["q_tokens"], rules["o_tokens"], rules["residual_tokens"]
+    heads, o_heads = rules["heads"], rules["o_heads"]
+    if both(q, heads) or both(o, o_heads) or not (extends(q, residual) or extends(residual, q)):
+        return []  # another law is broken already
+    try:
+        moves(P(q, heads), P(o, o_heads))
+    except ValueError as error:
+        return [f"o_heads={o_heads!r} can't be reached from heads={heads!r}: {error}"]
+    # A token's number has a digit for each axis. `open_digits` are those that its rank does not
+    # fix, in the order in which it lists its tokens; an axis that arrives must fix the first.
+    final = longer(q, residual)
+    open_digits = [*names(drop(q, o)), *names(drop(final, q))]
+    arriving = [*names(drop(o, q)), *names(drop(final, o))]
+    if open_digits != arriving:
+        return [
+            f"o_tokens={o!r}: tokens would come back from o_proj in another order than {final!r}"
+            f" (the finer of q_tokens and residual_tokens), because axes arrive as {arriving} where"
+            f" {open_digits} is needed; what o_tokens adds to q_tokens={q!r} must be what {final!r}"
+            f" adds first"
+        ]
+    return []
+
+
+def _vocabulary_laws(rules: Rules, leaves: list[tuple[str, ParamSpec]]) -> list[str]:
     axes = {a for _, s in leaves for a in s.axes}
+    vocab, requests, logits = rules["vocab_out"], rules["requests"], rules["logits"]
     found = []
-    if "vocab_in" in axes and "vocab_out" not in axes and rules["vocab_in"] != rules["vocab_out"]:
+    if "vocab_in" in axes and "vocab_out" not in axes and rules["vocab_in"] != vocab:
         found.append(
             f"the head is tied to the embedding, so vocab_in={rules['vocab_in']!r} must equal"
-            f" vocab_out={rules['vocab_out']!r}"
+            f" vocab_out={vocab!r}"
         )
-    allowed = drop(rules["vocab_out"], rules["requests"])
-    if rules["logits"] not in (None, allowed):
+    if logits not in (None, drop(vocab, requests)):
         found.append(
-            f"logits={rules['logits']!r} must be None or vocab_out less requests, here {allowed!r}"
+            f"logits={logits!r} must be None or vocab_out less requests, here"
+            f" {drop(vocab, requests)!r}"
         )
+        return found
+    try:
+        moves(P(drop(requests, vocab), vocab), P(requests, logits))
+    except ValueError as error:
+        found.append(f"vocab_out={vocab!r} does not let logits return to their requests: {error}")
     return found
