@@ -37,7 +37,6 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch.distributed.distributed_c10d import TCPStore
 
 from funcinfer.sharding import Mesh, ProcessRanks, init_process
 
@@ -98,7 +97,7 @@ class Processes:
 
     def _start(self) -> None:
         # As torchrun does, the parent keeps the store in which the ranks find each other.
-        self._store = TCPStore(
+        self._store = distributed.TCPStore(
             "127.0.0.1", 0, world_size=None, is_master=True, wait_for_workers=False
         )
         self._folder = tempfile.TemporaryDirectory()
