@@ -125,6 +125,14 @@ def test_alternatives_are_chosen_by_what_is_there() -> None:
         choose(source, names | {"experts.packed"})
 
 
+def test_a_slice_of_a_slice_is_a_part_of_the_part() -> None:
+    once = Stored("w", ((4, 5), 8))[1:4, 2:, 3:7]
+    twice = once[1:, 1:2]
+    assert twice.taken == ((2, 4), (3, 4), (3, 7))
+    assert (once.shape, twice.shape) == ((3, 3, 4), (2, 1, 4))
+    assert twice.file_shape == (20, 8)
+
+
 def test_wrong_sources_say_what_is_wrong() -> None:
     weight = Stored("w", ((4, 5), 8))
     with pytest.raises(ValueError, match=r"w: slice\(3, 6, None\) of dim 1, which has size 5"):

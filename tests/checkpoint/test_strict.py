@@ -285,6 +285,36 @@ def test_a_copy_of_another_shape_and_integers(tmp_path: Path) -> None:
         load_params(tmp_path, specs, NameMap(sources, ignored=("b",)))
 
 
+def entry(shape: list[int], begin: int, end: int, dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"a": entry([3], 0, 12), "b": entry([3], 8, 20)}, "'b' begins at byte 8 .* ends at 12"),
+        ({"a": entry([3], 0, 12), "b": entry([2], 16, 24)}, "'b' begins at byte 16 .* ends at 12"),
+        ({"a": entry([3], 4, 16)}, "'a' begins at byte 4 .* ends at 0"),
+        ({"a": entry([3], 0, 16)}, r"'a', F32 of shape \[3\], has 16 bytes, not 12"),
+        ({"a": entry([2, 2], 0, 16, "BF16")}, r"'a', BF16 of shape \[2, 2\], has 16 bytes, not 8"),
+        ({"a": entry([3], 12, 0, "F8_E5M2")}, "'a', F8_E5M2 of shape"),
+        ({"a": entry([-3], 0, 12)}, "'a' is described by"),
+        ({"a": entry([True], 0, 4)}, "'a' is described by"),
+        ({"a": {"dtype": "F32", "shape": [3]}}, "header can't be read: .*data_offsets"),
+        ({"a": [3]}, "header can't be read"),
+        ([1], "header can't be read"),
+    ],
+)
+def test_a_header_that_contradicts_itself_is_refused(
+    tensors: Any, message: str, tmp_path: Path
+) -> None:
+    header = json.dumps(tensors).encode()
+    data = len(header).to_bytes(8, "little") + header + bytes(24)
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(ValueError, match=rf"model\.safetensors: .*{message}"):
+        read_entries(tmp_path)
+
+
 def test_any_spoilt_byte_of_a_header_is_noticed(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     save_file({"gate": torch.ones(3, 2), "up": torch.ones(3)}, file)
