@@ -243,7 +243,8 @@ def inverse_frequencies(
         case Linear(factor=factor):
             return plain_C / factor
         case DynamicNTK(factor=factor, max_position_embeddings=longest):
-            ratio = max(length or longest, longest) / longest  # within the context, nothing changes
+            length = longest if length is None else max(length, longest)
+            ratio = length / longest  # 1 within the trained context: nothing changes there
             theta = rope.theta * (factor * ratio - (factor - 1)) ** (d / (d - 2))
             return 1.0 / theta**exponents_C
         case Yarn(factor=factor) as yarn:
@@ -252,7 +253,7 @@ def inverse_frequencies(
         case Llama3() as llama:
             return _blend_llama3(plain_C, llama)
         case LongRope() as long:
-            length = length or long.max_position_embeddings
+            length = long.max_position_embeddings if length is None else length
             is_long = length > long.original_max_position_embeddings
             numbers = long.long_factor if is_long else long.short_factor
             return 1.0 / (torch.tensor(numbers, dtype=torch.float32, device=device) * powers_C)

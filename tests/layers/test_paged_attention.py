@@ -292,6 +292,18 @@ def test_gradients_of_poisoned_pages_are_those_of_clean_ones():
             torch.testing.assert_close(got, want)
 
 
+def test_functional_gradients_are_those_of_autograd():
+    case = make_case(ROWS, SPANS).poisoned(math.nan)
+
+    def total(q: Tensor) -> Tensor:
+        return Case(**{**vars(case), "q": q}).run()[0].square().sum()
+
+    q = case.q.clone().requires_grad_()
+    total(q).backward()
+    torch.testing.assert_close(torch.func.grad(total)(case.q), q.grad)
+    assert q.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("tokens", [3, 7])
 def test_traces_whole(tokens):
     torch.compiler.reset()
