@@ -151,18 +151,17 @@ def attention_sublayer(cfg: Config) -> Sublayer:
 
 def name_map(cfg: Config, style: ExpertStyle = MLP_STYLE) -> NameMap:
     """Hugging Face's names. `style` says how a family names its experts."""
-    layers = [_layer_names(cfg, i, style) for i in range(cfg.num_layers + cfg.num_drafts)]
     return names.name_map(
-        layers[: cfg.num_layers],
-        layers[cfg.num_layers :],
+        partial(_layer_names, cfg, style),
+        cfg.num_layers,
+        cfg.num_drafts,
         vocab_size=cfg.vocab_size,
         embed=cfg.embed_dim,
         tied_head=cfg.tied_head,
     )
 
 
-def _layer_names(cfg: Config, index: int, style: ExpertStyle) -> names.Names:
-    prefix = f"model.layers.{index}."
+def _layer_names(cfg: Config, style: ExpertStyle, index: int, prefix: str) -> names.Names:
     attn, sizes = f"{prefix}self_attn.", (cfg.num_heads, cfg.num_kv_heads, cfg.head_dim)
     sources = names.attention_names(
         attn, cfg.embed_dim, *sizes, qkv_bias=cfg.qkv_bias, out_bias=cfg.out_bias

@@ -209,18 +209,17 @@ def read_indexer(fields: HFConfig, *, interleaved: bool) -> IndexerConfig:
 
 def name_map(cfg: Config) -> NameMap:
     """Hugging Face's names."""
-    layers = [_layer_names(cfg, i) for i in range(cfg.num_layers + cfg.num_drafts)]
     return names.name_map(
-        layers[: cfg.num_layers],
-        layers[cfg.num_layers :],
+        partial(_layer_names, cfg),
+        cfg.num_layers,
+        cfg.num_drafts,
         vocab_size=cfg.vocab_size,
         embed=cfg.embed_dim,
         tied_head=cfg.tied_head,
     )
 
 
-def _layer_names(cfg: Config, index: int) -> names.Names:
-    prefix = f"model.layers.{index}."
+def _layer_names(cfg: Config, index: int, prefix: str) -> names.Names:
     attn = names.mla_names(f"{prefix}self_attn.", cfg.attention)
     if cfg.index is not None and (index in cfg.index_layers or index >= cfg.num_layers):
         attn["indexer"] = names.indexer_names(f"{prefix}self_attn.indexer.", cfg.index)

@@ -5,13 +5,13 @@ A family's name map is such a tree for each of its layers; `name_map` makes it o
 a dot.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
-from funcinfer.checkpoint import NameMap, Source, Stack, Stored
+from funcinfer.checkpoint import Either, NameMap, Source, Stack, Stored
 from funcinfer.layers.indexer import IndexerConfig
 from funcinfer.layers.mla import MLAConfig
-from funcinfer.tree import leaves_with_path
+from funcinfer.tree import leaves_with_path, tree_map
 
 Names = dict[str, Any]
 NOT_READ = ("*.rotary_emb.inv_freq",)
@@ -109,39 +109,51 @@ def vector(name: str, size: int) -> Source:
 
 
 def name_map(
-    layers: Sequence[Names],
-    drafts: Sequence[Names] = (),
+    layer: Callable[[int, str], Names],
+    num_layers: int,
+    num_drafts: int = 0,
     *,
     vocab_size: int,
     embed: int,
     tied_head: bool,
-    prefix: str = "model.",
 ) -> NameMap:
-    """The NameMap of a decoder with these layers, in Hugging Face's names around them.
+    """The NameMap of a decoder in Hugging Face's names; `layer(index, prefix)` names one layer.
 
-    Draft modules stand behind the layers, as `{prefix}layers.{index}`: a layer with `enorm`,
-    `hnorm`, `eh_proj` and `shared_head.norm` beside it, and maybe copies of the embedding and the
-    head.
+    Draft modules stand behind the layers as `model.layers.{index}`, a layer with `enorm`, `hnorm`,
+    `eh_proj` and `shared_head.norm` beside it, and maybe copies of the embedding and the head. A
+    single one may also stand under `mtp`, in the names of Qwen3-Next.
     """
-    table = Stored(f"{prefix}embed_tokens.weight", (vocab_size, embed))
-    tree: Names = dict(embed=table, layers=list(layers), norm=vector(f"{prefix}norm.weight", embed))
-    head = "embed" if tied_head else "head"
-    copies: dict[str, str] = {"lm_head.weight": "embed"} if tied_head else {}
-    if not tied_head:
+    tree: Names = dict(
+        embed=Stored("model.embed_tokens.weight", (vocab_size, embed)),
+        layers=[layer(i, f"model.layers.{i}.") for i in range(num_layers)],
+        norm=vector("model.norm.weight", embed),
+    )
+    copies: dict[str, str] = {}
+    if tied_head:
+        copies["lm_head.weight"] = "embed"
+    else:
         tree["head"] = Stored("lm_head.weight", (vocab_size, embed))
-    if drafts:
+    if num_drafts:
         tree["mtp"] = []
-    for index, layer in enumerate(drafts, start=len(layers)):
-        of = f"{prefix}layers.{index}."
-        tree["mtp"].append(
-            dict(
-                enorm=vector(f"{of}enorm.weight", embed),
-                hnorm=vector(f"{of}hnorm.weight", embed),
-                norm=vector(f"{of}shared_head.norm.weight", embed),
-                eh_proj=Stored(f"{of}eh_proj.weight", (embed, (2, embed))),
-                layer=layer,
-            )
-        )
-        copies[f"{of}embed_tokens.weight"] = "embed"
-        copies[f"{of}shared_head.head.weight"] = head
+    for i in range(num_layers, num_layers + num_drafts):
+        prefix = f"model.layers.{i}."
+        draft = _draft_names(prefix, _BESIDE_LAYERS, embed, layer(i, prefix))
+        if num_drafts == 1:
+            other = _draft_names("mtp.", _UNDER_MTP, embed, layer(i, "mtp.layers.0."))
+            draft = tree_map(lambda a, b: Either((a, b)), draft, other)
+        tree["mtp"].append(draft)
+        copies[f"{prefix}embed_tokens.weight"] = "embed"
+        copies[f"{prefix}shared_head.head.weight"] = "embed" if tied_head else "head"
     return NameMap(dict(leaves_with_path(tree)), copies, NOT_READ)
+
+
+_BESIDE_LAYERS = dict(enorm="enorm", hnorm="hnorm", norm="shared_head.norm", eh_proj="eh_proj")
+_UNDER_MTP = dict(
+    enorm="pre_fc_norm_embedding", hnorm="pre_fc_norm_hidden", norm="norm", eh_proj="fc"
+)
+
+
+def _draft_names(prefix: str, called: dict[str, str], embed: int, layer: Names) -> Names:
+    norms = {n: vector(f"{prefix}{called[n]}.weight", embed) for n in ("enorm", "hnorm", "norm")}
+    eh_proj = Stored(f"{prefix}{called['eh_proj']}.weight", (embed, (2, embed)))
+    return dict(**norms, eh_proj=eh_proj, layer=layer)
