@@ -9,6 +9,7 @@ How the ranks run is the caller's choice: `ranks` is ThreadRanks, or the Process
 """
 
 import dataclasses
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from funcinfer.kvcache.batch import Batch, Rows, batch_specs, make_batch
+from funcinfer.kvcache.batch import Batch, BatchShape, Rows, batch_shape, batch_specs, make_batch
 from funcinfer.kvcache.layout import pages_needed
 from funcinfer.models.decoder import Decoder, cache_specs, decoder_specs, output_specs
 from funcinfer.serving.steps import build
@@ -140,8 +141,13 @@ class Runner:
 
         self.caches = [tree_map(poisoned, caches, is_leaf=is_spec) for _ in self.ranks.coords]
 
-    def place(self, decode: bool, counts: Counts) -> tuple[Batch, list[tuple[int, int] | None]]:
-        """The global batch of the next `counts` tokens, and the token of each row of its logits."""
+    def place(
+        self, decode: bool, counts: Counts, room: int = 0
+    ) -> tuple[Batch, list[tuple[int, int] | None]]:
+        """The global batch of the next `counts` tokens, and the token of each row of its logits.
+
+        `room` is how much larger than needed each size of the batch is.
+        """
         rules, mesh = self.layout.rules(decode), self.layout.mesh
         groups: list[list[Rows]] = [[] for _ in range(self.num_groups)]
         wanted: list[list[tuple[int, int] | None]] = [[] for _ in groups]
@@ -150,12 +156,16 @@ class Runner:
             row = Rows(self.tokens[i][start : start + n], start, self.pages[i], wanted=n)
             groups[group].append(row)
             wanted[group] += [(i, start + j) for j in range(n)]
-        batch = make_batch(
-            groups,
-            page_size=self.page_size,
-            parts=mesh.size(drop(rules["tokens"], rules["requests"])),
-            multiple=token_multiple(rules, mesh),
+        parts = mesh.size(drop(rules["tokens"], rules["requests"]))
+        multiple = token_multiple(rules, mesh)
+        shape = batch_shape(groups, parts=parts, multiple=multiple)
+        shape = BatchShape(
+            tokens=shape.tokens + room * math.lcm(parts, multiple),
+            requests=shape.requests + room,
+            pages=shape.pages + room,
+            out=shape.out + room,
         )
+        batch = make_batch(groups, page_size=self.page_size, shape=shape, parts=parts)
         size = len(batch.out) // self.num_groups
         return batch, [key for keys in wanted for key in keys + [None] * (size - len(keys))]
 
@@ -169,7 +179,9 @@ class Runner:
         self.caches = [cache for _, cache in results]
         outputs = self.ranks.join([out for out, _ in results], output_specs(rules))
         logits, padding = outputs.logits.tensor_split([self.decoder.vocab_size], 1)
-        assert bool((padding == -torch.inf).all())
+        assert bool((padding == -torch.inf).all()), (
+            "padding of the vocabulary must not differ from -inf"
+        )
         return logits
 
     def check_copies(self) -> None:

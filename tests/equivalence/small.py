@@ -1,4 +1,4 @@
-"""Small decoders for the layouts of this folder: one layer that has every part, and its parts alone.
+"""Small decoders for the layouts of this folder: layers that have every part, and parts alone.
 
 8 query heads on 4 KV heads of odd-sized pairs, biases everywhere, norms of q and k; a vocabulary
 that no mesh divides. Sizes differ, so that a swapped dim is an error.

@@ -111,7 +111,7 @@ def test_families_are_the_same_on_tensor_parallel_ranks(
     """Also where there are fewer KV heads than ranks; what does not divide is refused at once."""
     cfg, decoder, params, wanted = family(name, heads, kv_heads)
     if not legal(heads, kv_heads, tp):
-        with pytest.raises(ValueError, match="do not divide one another|does not divide into"):
+        with pytest.raises(ValueError, match=r"do not divide one another|does not divide into"):
             Runner(decoder, params, Layout(*presets.tp(cfg.num_kv_heads, tp)))
         return
     for sp in (False, True):
