@@ -63,10 +63,10 @@ def outline(tree: Any) -> str:
     """What must be the same on every rank, as text: structure, paths, dtypes and shapes of leaves.
 
     >>> outline({"y": torch.zeros(2, 3), "steps": 4})
-    '[["y", "float32 (2, 3)"], ["steps", "4"], ["", "..."]]'
+    '{"leaves": {"y": "float32 (2, 3)", "steps": "4"}, "structure": "..."}'
     """
-    leaves = [[path, _describe(leaf)] for path, leaf in leaves_with_path(tree)]
-    return json.dumps([*leaves, ["", str(tree_flatten(tree)[1])]])
+    leaves = {path: _describe(leaf) for path, leaf in leaves_with_path(tree)}
+    return json.dumps({"leaves": leaves, "structure": str(tree_flatten(tree)[1])})
 
 
 def join_tree(
@@ -152,18 +152,23 @@ def _check_outlines(outlines: Sequence[str], mesh: Mesh, what: str) -> None:
     for rank, text in enumerate(outlines):
         if text == outlines[0]:
             continue
-        ours, theirs = dict(json.loads(outlines[0])), dict(json.loads(text))
+        ours, theirs = json.loads(outlines[0]), json.loads(text)
         first, other = show_ranks(mesh, [0]), show_ranks(mesh, [rank])
-        align(theirs, list(ours), what=f"{what}: the tree that {other} returned")
-        for path, said in ours.items():
-            if path and theirs[path] != said:
+        if set(ours["leaves"]) != set(theirs["leaves"]):
+            raise ValueError(
+                f"{what}: {first} returned the leaves {list(ours['leaves'])},"
+                f" {other} returned {list(theirs['leaves'])}"
+            )
+        for path, said in ours["leaves"].items():
+            if theirs["leaves"][path] != said:
                 raise ValueError(
-                    f"{what}.{path}: {first} returned {said}, {other} returned {theirs[path]};"
-                    f" shapes, dtypes and leaves that are not tensors must be alike on all ranks"
+                    f"{what}{path and '.'}{path}: {first} returned {said}, {other} returned"
+                    f" {theirs['leaves'][path]}; shapes, dtypes and leaves that are not tensors"
+                    f" must be alike on all ranks"
                 )
         raise ValueError(
             f"{what}: {first} and {other} returned trees that differ in key order, container or"
-            f" static field: {ours['']} and {theirs['']}"
+            f" static field: {ours['structure']} and {theirs['structure']}"
         )
 
 
