@@ -15,12 +15,15 @@ def blocks() -> list[str]:
 
 
 def test_python_blocks_run(tiny_folder: Callable[..., Path]) -> None:
-    namespace: dict[str, Any] = {"folder": tiny_folder("llama")}
+    deepseek = tiny_folder("deepseek_v3", num_nextn_predict_layers=0)
+    namespace: dict[str, Any] = {"folder": tiny_folder("llama"), "deepseek_folder": deepseek}
     assert len(blocks()) >= 4
     for number, block in enumerate(blocks()):
         exec(compile(block, f"README.md, block {number}", "exec"), namespace)
     assert namespace["next_token"].shape == (1,)
     assert all(0 < len(tokens) <= 8 for tokens in namespace["tokens"])
+    assert namespace["logits_BTV"].shape[:2] == (1, 5)
+    assert set(namespace["variant"].params["layers"][1]["attn"]) == {"gate_up", "down"}
 
 
 def test_the_first_example_needs_its_collective() -> None:
