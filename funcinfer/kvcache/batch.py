@@ -168,8 +168,8 @@ def make_batch(
     joined in order.
 
     Rows of logits come in order of the requests and, in a request, of its last `wanted` tokens;
-    those past a group's own are padding. ValueError where a request lacks pages or a group is
-    larger than `shape`.
+    those past a group's own are padding. ValueError where a request lacks pages or has the scratch
+    page, or a group does not fit into `shape`.
 
     >>> batch = make_batch([[Rows([7, 8, 9], start=2, pages=[3, 5])]], page_size=4)
     >>> batch.slots.tolist(), batch.out.tolist()
@@ -184,7 +184,7 @@ def make_batch(
 def _group(
     rows: Sequence[Rows], shape: BatchShape, page_size: int, parts: int
 ) -> dict[str, np.ndarray]:
-    tokens, requests, out = (
+    tokens, kv_lens, out = (
         np.zeros(n, np.int32) for n in (shape.tokens, shape.requests, shape.out)
     )
     positions, slots = np.full(shape.tokens, -1, np.int32), np.zeros(shape.tokens, np.int32)
@@ -201,8 +201,13 @@ def _group(
                 f" {len(r.pages)} pages of {page_size} tokens"
             )
         pages = np.asarray(r.pages, np.int64)
+        if pages.min(initial=1) < 1 or r.start < 0:
+            raise ValueError(
+                f"row {row}: start={r.start} and pages={list(r.pages)} must be at least 0 and 1:"
+                f" page 0 is the scratch page"
+            )
         table[row, : len(pages)] = pages
-        requests[row] = r.start + count
+        kv_lens[row] = r.start + count
         places = np.empty(count, np.int64)
         for part, offsets in enumerate(zigzag(count, parts)):
             first = part * part_size + filled[part]
@@ -219,7 +224,7 @@ def _group(
         rows=owners,
         slots=slots,
         page_table=table,
-        kv_lens=requests,
+        kv_lens=kv_lens,
         out=out,
     )
 
@@ -228,6 +233,8 @@ def _fits(rows: Sequence[Rows], shape: BatchShape, parts: int) -> None:
     for row, r in enumerate(rows):
         if not 0 <= r.wanted <= len(r.tokens):
             raise ValueError(f"row {row}: wants logits of {r.wanted} of its {len(r.tokens)} tokens")
+    if shape.tokens % parts:
+        raise ValueError(f"{shape.tokens} tokens can't be dealt to {parts} parts evenly")
     needs = batch_shape([rows], parts=parts)
     for name in ("tokens", "requests", "pages", "out"):
         if getattr(needs, name) > getattr(shape, name):

@@ -5,6 +5,7 @@ On a mesh, the ranks are threads of this process unless other ranks (one a proce
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,7 +18,7 @@ from funcinfer.models.decoder import Cache, Output, Params, output_specs
 from funcinfer.serving.sampling import SamplingParams
 from funcinfer.serving.steps import ModelFns
 from funcinfer.sharding import Mesh, Ranks, Rules, ThreadRanks, drop, pad, token_multiple
-from funcinfer.spec import ParamSpec, is_spec
+from funcinfer.spec import ParamSpec, is_spec, with_dtype
 from funcinfer.tree import tree_leaves, tree_map
 
 
@@ -74,11 +75,9 @@ class Model:
 
     @property
     def page_size(self) -> int:
-        """A page size that the rules allow: 16, or the next multiple of what page_tokens needs."""
-        least = max(
-            self.mesh.size(rules["page_tokens"]) * self.fns.interleave
-            for rules in (self.fns.prefill_rules, self.fns.decode_rules)
-        )
+        """A page size that the rules allow: 16, or the next multiple of what its dealing needs."""
+        dealt = (self.rules["page_tokens"], self.rules["index_page_tokens"])
+        least = math.lcm(*(self.mesh.size(axis) for axis in dealt)) * self.fns.interleave
         return least * -(-16 // least)
 
     @property
@@ -91,11 +90,11 @@ class Model:
         `fill`.
         """
         specs = self.fns.cache_specs(num_pages * self.num_groups, page_size)
+        specs = with_dtype(specs, self.dtype)
 
         def make(s: ParamSpec) -> torch.Tensor:
             shape = self.mesh.local_shape(s.shape, self.rules.spec(*s.axes))
-            dtype = self.dtype if s.dtype is torch.bfloat16 else s.dtype
-            return torch.full(shape, fill, dtype=dtype, device=self.device)
+            return torch.full(shape, fill, dtype=s.dtype, device=self.device)
 
         return tree_map(make, specs, is_leaf=is_spec)
 

@@ -53,12 +53,13 @@ class ModelFns:
         """
         caches = self.cache_specs(mesh.size(self.decode_rules["requests"]), page_size)
         for rules in (self.prefill_rules, self.decode_rules):
-            dealt = mesh.size(rules["page_tokens"]) * self.interleave
-            if page_size % dealt:
-                raise ValueError(
-                    f"page_size {page_size} must be a multiple of {dealt}: page_tokens="
-                    f"{rules['page_tokens']!r} of {mesh!r} times interleave {self.interleave}"
-                )
+            for name in ("page_tokens", "index_page_tokens"):
+                dealt = mesh.size(rules[name]) * self.interleave
+                if page_size % dealt:
+                    raise ValueError(
+                        f"page_size {page_size} must be a multiple of {dealt}: {name}="
+                        f"{rules[name]!r} of {mesh!r} times interleave {self.interleave}"
+                    )
             rules.check([self.specs if specs is None else specs, caches], mesh)
 
 
@@ -77,9 +78,10 @@ def build(
     ValueError where the two sets of rules want different layouts of a parameter or a cache: there
     is one copy of each.
 
+    >>> from funcinfer.layers.rope import Rope
     >>> from funcinfer.models import llama
-    >>> fns = build(llama.decoder(llama.tiny()))
-    >>> sorted(fns.specs)
+    >>> cfg = llama.Config(97, 16, 1, 2, 1, 8, 24, 1e-6, Rope(10000.0, 8), max_length=64)
+    >>> sorted(build(llama.decoder(cfg)).specs)
     ['embed', 'head', 'layers', 'norm']
     """
     if interleave < 1:
