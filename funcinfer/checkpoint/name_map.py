@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cached_property
 
 Box = tuple[tuple[int, int], ...]
 Index = tuple[int | slice, ...]
@@ -38,27 +39,27 @@ class Stored:
     dims: tuple[int | tuple[int, ...], ...]
     cut: Box | None = None
 
-    @property
+    @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The dims that each dim of the file unfolds into."""
         return tuple((d,) if isinstance(d, int) else d for d in self.dims)
 
-    @property
+    @cached_property
     def file_shape(self) -> tuple[int, ...]:
         """The shape of the tensor in the file."""
         return tuple(math.prod(g) for g in self.groups)
 
-    @property
+    @cached_property
     def unfolded(self) -> tuple[int, ...]:
         """The shape of the whole tensor, unfolded."""
         return tuple(n for g in self.groups for n in g)
 
-    @property
+    @cached_property
     def taken(self) -> Box:
         """The range of each unfolded dim that is taken."""
         return self.cut or tuple((0, n) for n in self.unfolded)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """The shape of what is taken."""
         return tuple(high - low for low, high in self.taken)
@@ -132,7 +133,7 @@ class Stack:
     def __post_init__(self) -> None:
         _same_shape("Stack", self.parts)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """The shape of the stack."""
         return (len(self.parts), *self.parts[0].shape)
@@ -153,7 +154,7 @@ class Either:
     def __post_init__(self) -> None:
         _same_shape("Either", self.options)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """The shape that all options have."""
         return self.options[0].shape
