@@ -141,11 +141,11 @@ def with_dtype(specs: Any, dtype: torch.dtype) -> Any:
     declared.
 
     A router bias declared float32 stays float32 in a bfloat16 model and becomes float64 in a
-    float64 one. Integer leaves are left alone.
+    float64 one. Integer and 8-bit leaves are left alone.
     """
 
     def cast(s: ParamSpec) -> ParamSpec:
-        if not s.dtype.is_floating_point:
+        if not s.dtype.is_floating_point or s.dtype.itemsize < 2:
             return s
         wide = s.dtype.itemsize > 2
         return replace(s, dtype=torch.promote_types(s.dtype, dtype) if wide else dtype)

@@ -50,8 +50,13 @@ def write_rows(pages: torch.Tensor, new: torch.Tensor, slots_T: torch.Tensor) ->
     storage comes back.
 
     Slot 0 is the scratch row. Several rows may go there in any order, so it is set to zero
-    afterwards.
+    afterwards. ValueError where the rows fit neither the pages nor the slots.
     """
+    if new.shape != (*slots_T.shape, *pages.shape[2:]):
+        raise ValueError(
+            f"new rows of shape {tuple(new.shape)} for {len(slots_T)} slots in pages of shape"
+            f" {tuple(pages.shape)}: wanted {(len(slots_T), *pages.shape[2:])}"
+        )
     flat = pages.view(-1, *pages.shape[2:])
     flat.index_copy_(0, slots_T.long(), new.to(pages.dtype))
     flat[0].zero_()
