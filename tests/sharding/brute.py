@@ -9,6 +9,14 @@ import torch
 from funcinfer.sharding import Mesh
 
 Axes = tuple[str, ...]
+# By number of ranks.
+MESHES = {
+    2: [Mesh(tp=2), Mesh(one=1, tp=2)],
+    3: [Mesh(tp=3)],
+    4: [Mesh(tp=4), Mesh(dp=2, one=1, tp=2)],
+    6: [Mesh(dp=3, tp=2)],
+    8: [Mesh(a=2, b=2, c=2)],
+}
 
 
 def sizes_of(mesh: Mesh) -> dict[str, int]:
