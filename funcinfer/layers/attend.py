@@ -20,7 +20,9 @@ from funcinfer.sharding import (
     all_gather,
     all_to_all,
     axis_size,
+    both,
     drop,
+    extends,
     longer,
     names,
     reduce_to,
@@ -50,9 +52,17 @@ def merge_to(o_TNV: torch.Tensor, lse_TN: torch.Tensor, over: Axis, src: P, dst:
     `dst`.
 
     Axes of `over` that `dst` deals go by one all_to_all a dim of packed [o | lse], the rest by an
-    all_gather: `reduce_to` with the monoid of (out, lse) in place of the sum. Source: the split-key
-    merge of FlashAttention-2 (Dao, 2023).
+    all_gather: `reduce_to` with the monoid of (out, lse) in place of the sum. ValueError where
+    `dst` drops, moves or adds another axis. Source: the split-key merge of FlashAttention-2 (Dao,
+    2023).
     """
+    for dim, (s, d) in enumerate(zip(src, dst, strict=True)):
+        kept = extends(d, s) if dim else set(names(s)) <= set(names(d))
+        if both(over, s) or drop(drop(d, s), over) or not kept:
+            raise ValueError(
+                f"parts over {over!r} can't go from {src!r} to {dst!r}:"
+                f" dim {dim} may only gain axes of {over!r}, at its minor end"
+            )
     if axis_size(over) == 1:
         return o_TNV
     packed = torch.cat([o_TNV.to(lse_TN.dtype), lse_TN[..., None]], -1)
