@@ -170,7 +170,7 @@ def test_layer_takes_the_form_that_is_expanded_says(wanted, monkeypatch):
 
 def _step(tokens: int, requests: int):
     share = [tokens // requests + (i < tokens % requests) for i in range(requests)]
-    rows = [Rows(range(n), 0, range(-(-n // 16)), wanted=0) for n in share]
+    rows = [Rows(range(n), 0, range(1, 1 + -(-n // 16)), wanted=0) for n in share]
     batch = make_batch([rows], page_size=16)
     return prepare(batch, rules=Rules.none(), rope=partial(rope_tables, Rope(100.0, 4)))
 
