@@ -78,6 +78,11 @@ class ParamSpec:
             )
         if min(self.shape, default=0) < 0:
             raise ValueError(f"ParamSpec shape {self.shape} has a negative dim")
+        true = self.shape if self.true_shape is None else tuple(self.true_shape)
+        if len(true) != len(self.shape) or any(
+            t > n for t, n in zip(true, self.shape, strict=True)
+        ):
+            raise ValueError(f"ParamSpec true_shape {true} does not fit into shape {self.shape}")
 
     @property
     def nbytes(self) -> int:
@@ -103,7 +108,8 @@ def init(specs: Any, seed: int = 0, *, device: torch.device | str = "cpu") -> An
     def make(path: str, spec: ParamSpec) -> torch.Tensor:
         digest = hashlib.sha256(f"{seed}:{path}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-        leaf = spec.init(spec.true_shape or spec.shape, generator, spec.dtype)
+        shape = spec.shape if spec.true_shape is None else spec.true_shape
+        leaf = spec.init(shape, generator, spec.dtype)
         return pad_leaf(leaf, spec).to(device)
 
     return map_with_path(make, specs, is_leaf=is_spec)

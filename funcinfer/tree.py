@@ -88,13 +88,21 @@ def tree_map(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Leaf | None 
 
 
 def leaves_with_path(tree: Any, is_leaf: Leaf | None = None) -> list[tuple[str, Any]]:
-    """Each leaf with its path.
+    """Each leaf with its path. ValueError where two leaves have one path, as {"a.b"} and {"a":
+    {"b"}}.
 
     >>> leaves_with_path({"layers": [{"wq": 1}, {"wq": 2}]})
     [('layers.0.wq', 1), ('layers.1.wq', 2)]
     """
     pairs, _ = _pytree.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    return [(".".join(_key(k) for k in path), leaf) for path, leaf in pairs]
+    found = [(".".join(_key(k) for k in path), leaf) for path, leaf in pairs]
+    if len(dict(found)) < len(found):
+        paths = [path for path, _ in found]
+        twice = next(path for path in paths if paths.count(path) > 1)
+        raise ValueError(
+            f"two leaves have the path {twice!r}: rename a key that has a dot or number"
+        )
+    return found
 
 
 def map_with_path(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Leaf | None = None) -> Any:
@@ -118,7 +126,8 @@ def align(
     """
     found = dict(leaves_with_path(tree, is_leaf))
     missing = [p for p in paths if p not in found]
-    extra = [p for p in found if p not in set(paths)]
+    wanted = set(paths)
+    extra = [p for p in found if p not in wanted]
     if missing or extra:
         raise ValueError(
             f"{what} has {len(found)} leaves where {len(paths)} are needed:"

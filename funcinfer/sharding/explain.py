@@ -21,7 +21,7 @@ def explain(rules: "Rules", specs: Any, mesh: Mesh) -> str:
     merged: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     total, copied, notes = 0, 0, []
     for path, s in leaves_with_path(specs, is_leaf=is_spec):
-        row, size, copies = _row(rules, s, mesh)
+        row, size, copies = _row(rules, path, s, mesh)
         pattern = re.sub(r"\b\d+\b", "*", path)
         merged.setdefault((pattern, row), []).append(path)
         total += size
@@ -38,9 +38,9 @@ def explain(rules: "Rules", specs: Any, mesh: Mesh) -> str:
     return "\n".join(lines)
 
 
-def _row(rules: "Rules", s: ParamSpec, mesh: Mesh) -> tuple[tuple[str, ...], int, int]:
+def _row(rules: "Rules", path: str, s: ParamSpec, mesh: Mesh) -> tuple[tuple[str, ...], int, int]:
     layout = rules.spec(*s.axes)
-    local = mesh.local_shape(s.shape, layout)
+    local = mesh.local_shape(s.shape, layout, path)
     parts = mesh.size(layout.axes)
     copies = mesh.num_ranks // parts
     size = s.nbytes // parts

@@ -30,6 +30,14 @@ def axis_of(axes: Iterable[str]) -> Axis:
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
+def as_axis(value: Any, what: str) -> Axis:
+    """`value` in its canonical form; ValueError where it is not a product of axes."""
+    listed = isinstance(value, tuple | list) and all(isinstance(a, str) for a in value)
+    if not (value is None or isinstance(value, str) or listed):
+        raise ValueError(f"{what} {value!r}: write a mesh axis, a tuple of mesh axes, or None")
+    return axis_of(names(value))
+
+
 def drop(axis: Axis, used: Axis) -> Axis:
     """The axes of `axis` that are not in `used`.
 
@@ -87,10 +95,7 @@ class P(tuple[Axis, ...]):
 
     def __new__(cls, *entries: Axis) -> "P":
         """One argument a dim: a mesh axis, a tuple of them, or None."""
-        for e in entries:
-            if not all(isinstance(a, str) for a in ((e,) if isinstance(e, int) else names(e))):
-                raise ValueError(f"P entry {e!r}: write a mesh axis, a tuple of axes, or None")
-        spec = super().__new__(cls, (axis_of(names(e)) for e in entries))
+        spec = super().__new__(cls, (as_axis(e, "P entry") for e in entries))
         used = [a for e in spec for a in names(e)]
         if twice := sorted({a for a in used if used.count(a) > 1}):
             raise ValueError(

@@ -56,13 +56,14 @@ def for_mesh(num_kv_heads: int | None, mesh: Mesh, *, sp: bool = False) -> tuple
 
 def data_parallel(axis: Axis) -> dict[str, Axis]:
     """The rules that deal requests, their pages and tokens over `axis`."""
-    return dict.fromkeys(("requests", "pages", "tokens", "q_tokens", "moe_tokens"), axis)
+    dealt = ("requests", "pages", "tokens", "q_tokens", "moe_tokens", "linear_tokens")
+    return dict.fromkeys(dealt, axis)
 
 
 def tensor_parallel(heads: Axis, kv_heads: Axis) -> dict[str, Axis]:
     """Heads, widths and vocabulary sharded over `heads`, and KV heads over `kv_heads`."""
-    wide = ("heads", "o_heads", "mlp", "shared_mlp", "expert_mlp", "vocab_in", "vocab_out")
-    return {**dict.fromkeys(wide, heads), "kv_heads": kv_heads}
+    wide = ("heads", "o_heads", "linear_heads", "mlp", "shared_mlp", "expert_mlp")
+    return {**dict.fromkeys((*wide, "vocab_in", "vocab_out"), heads), "kv_heads": kv_heads}
 
 
 def split_kv_heads(num_kv_heads: int | None, mesh: Mesh) -> Mesh:

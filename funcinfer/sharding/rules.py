@@ -17,7 +17,7 @@ from funcinfer.sharding.mesh import (
     Axis,
     Mesh,
     P,
-    axis_of,
+    as_axis,
     both,
     drop,
     extends,
@@ -80,7 +80,7 @@ class Rules(Mapping[str, Axis]):
     """
 
     def __init__(self, **rules: Axis) -> None:
-        given = {name: axis_of(names(axis)) for name, axis in rules.items()}
+        given = {name: as_axis(axis, f"rule {name}") for name, axis in rules.items()}
         for name, axis in given.items():
             if len(set(names(axis))) != len(names(axis)):
                 raise ValueError(f"rule {name}={axis!r} names a mesh axis twice")

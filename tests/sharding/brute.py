@@ -1,5 +1,6 @@
 """Meshes, groups and cuts by enumeration, straight from their definitions."""
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ def sizes_of(mesh: Mesh) -> dict[str, int]:
     return dict(mesh.axes)
 
 
+@functools.cache
 def coordinates(mesh: Mesh) -> list[dict[str, int]]:
     """Rank -> coordinate: counting with the last axis fastest."""
     found = []
@@ -35,6 +37,7 @@ def coordinates(mesh: Mesh) -> list[dict[str, int]]:
     return found
 
 
+@functools.cache
 def group(mesh: Mesh, axes: Axes, rank: int) -> list[int]:
     """The ranks that agree with `rank` outside of `axes`, ordered by their coordinates along it."""
     coords = coordinates(mesh)
@@ -44,6 +47,7 @@ def group(mesh: Mesh, axes: Axes, rank: int) -> list[int]:
     return sorted(mine, key=lambda r: [coords[r][a] for a in axes])
 
 
+@functools.cache
 def index(mesh: Mesh, axes: Axes, rank: int) -> int:
     return group(mesh, axes, rank).index(rank)
 
