@@ -5,16 +5,15 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 
 from funcinfer.hf_config import read_config
-from funcinfer.kvcache.layout import pages_needed
 from funcinfer.serving.engine import Completion, Engine
 from funcinfer.serving.load import load
-from funcinfer.serving.model import Model
 from funcinfer.serving.sampling import SamplingParams
 from funcinfer.serving.text import Text
 from funcinfer.sharding import Mesh, Ranks, ThreadRanks
@@ -23,17 +22,28 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code is 0, or 2 for bad input."""
-    args = _parser().parse_args(argv)
+    """Run the command line; the exit code is 0, or 2 for bad input.
+
+    >>> main(["generate", "--model", "no/such/folder", "--prompt", "Hello"])  # and says so
+    2
+    """
     try:
+        args = _parser().parse_args(argv)
         return args.run(args)
-    except (ValueError, FileNotFoundError, NotADirectoryError, ImportError) as error:
-        print(f"funcinfer: {_one_line(error)}", file=sys.stderr)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"funcinfer: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 
 
+class _Parser(argparse.ArgumentParser):
+    """argparse prints its usage above an error, which makes more than one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; `{self.prog} --help` lists the options")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="funcinfer", description="Functional LLM inference.")
+    parser = _Parser(prog="funcinfer", description="Functional LLM inference.")
     commands = parser.add_subparsers(dest="command", required=True)
     generate = commands.add_parser(
         "generate",
@@ -46,18 +56,30 @@ def _parser() -> argparse.ArgumentParser:
     prompts = generate.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", metavar="TEXT", help="one prompt")
     prompts.add_argument("--file", type=Path, metavar="PROMPTS.TXT", help="one prompt a line")
-    generate.add_argument("--max-tokens", type=int, default=64, metavar="N")
-    generate.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
-    generate.add_argument("--top-k", type=int, default=0, help="0 (default) keeps all")
-    generate.add_argument("--top-p", type=float, default=1.0)
-    generate.add_argument("--seed", type=int, help="fixes the draws")
-    generate.add_argument("--mesh", default="", metavar="tp=2,dp=2", help="sizes of mesh axes")
+    generate.add_argument(
+        "--max-tokens", type=int, default=64, metavar="N", help="most tokens of an answer (64)"
+    )
+    generate.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (the default)"
+    )
+    generate.add_argument("--top-k", type=int, default=0, metavar="K", help="0 keeps all")
+    generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1 keeps all")
+    generate.add_argument(
+        "--seed", type=int, metavar="S", help="makes the draws of each prompt repeatable"
+    )
+    generate.add_argument(
+        "--mesh", default="", metavar="tp=2,dp=2", help="sizes of mesh axes (one device)"
+    )
     generate.add_argument(
         "--chat", action="store_true", help="apply the chat template to each prompt"
     )
-    generate.add_argument("--json", action="store_true", help="print a list of objects")
-    generate.add_argument("--dtype", choices=["auto", *DTYPES], default="auto")
-    generate.add_argument("--device", default="cpu")
+    generate.add_argument(
+        "--json", action="store_true", help="print a list of {prompt, text, tokens, finish_reason}"
+    )
+    generate.add_argument(
+        "--dtype", choices=["auto", *DTYPES], default="auto", help="auto: that of config.json"
+    )
+    generate.add_argument("--device", default="cpu", help="as torch names it (cpu)")
     return parser
 
 
@@ -69,41 +91,42 @@ def _generate(args: argparse.Namespace) -> int:
         top_p=args.top_p,
         seed=args.seed,
     )
+    mesh, device = Mesh.parse(args.mesh), _device(args.device)
     prompts = [args.prompt] if args.file is None else _read_prompts(args.file)
-    model = load(
-        args.model,
-        dtype=_dtype(args.dtype, args.model),
-        device=args.device,
-        mesh=Mesh.parse(args.mesh),
-        ranks=_ranks(args.device),
-        progress=sys.stderr.isatty(),
-    )
+    dtype = _dtype(args.dtype, read_config(args.model))
     text = Text.from_folder(args.model)
     ids = [text.chat(p) if args.chat else text.encode(p) for p in prompts]
+    model = load(
+        args.model,
+        dtype=dtype,
+        device=device,
+        mesh=mesh,
+        ranks=_ranks(device),
+        progress=sys.stderr.isatty(),
+    )
+    engine = Engine.sized_for(model, ids, sampling)
     started = time.perf_counter()
-    done = _engine(model, ids, sampling).generate(ids, sampling)
+    completions = engine.generate(ids, sampling)
     seconds = time.perf_counter() - started
-    if int(os.environ.get("RANK", "0")) == 0:
-        _report(prompts, done, text, args.json)
-        count = sum(len(c.tokens) for c in done)
+    if os.environ.get("RANK", "0") == "0":
+        _report(prompts, completions, text, args.json)
+        count = sum(len(c.tokens) for c in completions)
         print(f"{count} tokens, {count / seconds:.1f} tokens per second", file=sys.stderr)
+    if "RANK" in os.environ:
+        from funcinfer.sharding import end_process
+
+        end_process()
     return 0
 
 
-def _engine(model: Model, ids: list[list[int]], sampling: SamplingParams) -> Engine:
-    """An engine that serves the prompts together, up to 64 at a time."""
-    running = min(len(ids), 64)
-    longest = max(len(i) for i in ids) + sampling.max_tokens
-    pages = running * pages_needed(longest, model.page_size)
-    return Engine(model, num_pages=1 + pages, page_size=model.page_size, max_running=running)
-
-
-def _report(prompts: list[str], done: list[Completion], text: Text, as_json: bool) -> None:
-    texts = [text.decode(_without_stop(c)) for c in done]
+def _report(
+    prompts: Sequence[str], completions: Sequence[Completion], text: Text, as_json: bool
+) -> None:
+    texts = [text.decode(_without_stop(c)) for c in completions]
     if as_json:
         rows = [
             dict(prompt=p, text=t, tokens=c.tokens, finish_reason=c.finish_reason)
-            for p, t, c in zip(prompts, texts, done, strict=True)
+            for p, t, c in zip(prompts, texts, completions, strict=True)
         ]
         print(json.dumps(rows, ensure_ascii=False, indent=2))
         return
@@ -117,32 +140,53 @@ def _without_stop(completion: Completion) -> list[int]:
 
 def _read_prompts(path: Path) -> list[str]:
     if not path.is_file():
-        raise FileNotFoundError(f"prompt file {path} does not exist")
-    prompts = [line for line in path.read_text().splitlines() if line.strip()]
-    if not prompts:
-        raise ValueError(f"prompt file {path} has no line with a prompt")
-    return prompts
+        raise FileNotFoundError(f"prompt file {path} is not there, or no file")
+    try:
+        lines = path.read_text("utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompt file {path} is not UTF-8: {error}") from None
+    if prompts := [line for line in lines if line.strip()]:
+        return prompts
+    raise ValueError(f"prompt file {path} has no line with a prompt")
 
 
-def _dtype(name: str, folder: str) -> torch.dtype:
-    if name != "auto":
-        return DTYPES[name]
-    config = read_config(folder)
-    stored = str(config.get("dtype", config.get("torch_dtype", "bfloat16")))
-    return DTYPES.get(stored.removeprefix("torch."), torch.bfloat16)
+def _dtype(name: str, config: Mapping[str, Any]) -> torch.dtype:
+    if name == "auto":
+        name = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(
+            f"config.json: dtype is {name}: choose one with --dtype: {', '.join(DTYPES)}"
+        )
+    return DTYPES[name]
 
 
-def _ranks(device: str) -> Callable[[Mesh], Ranks]:
+def _device(name: str) -> torch.device:
+    """The device, without an index where none is given: each process takes its own."""
+    try:
+        device = torch.device(name)
+        module = torch.get_device_module(device)
+    except RuntimeError as error:
+        raise ValueError(f"--device {name}: {str(error).splitlines()[0]}") from None
+    if not module.is_available() or (device.index or 0) >= module.device_count():
+        raise ValueError(f"--device {name}: this machine or this build of torch has none")
+    return device
+
+
+def _ranks(device: torch.device) -> Callable[[Mesh], Ranks]:
     """Processes where torchrun started this one, else threads."""
     if "RANK" not in os.environ:
         return ThreadRanks
-    from funcinfer.sharding.comm_torch import ProcessRanks, init_process
+    from funcinfer.sharding import ProcessRanks, init_process
 
-    return lambda mesh: ProcessRanks(mesh, init_process(mesh, device=device))
+    def make(mesh: Mesh) -> Ranks:
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        if world != mesh.num_ranks:
+            raise ValueError(
+                f"--mesh: {mesh!r} has {mesh.num_ranks} ranks, but {world} processes were started"
+            )
+        return ProcessRanks(mesh, init_process(mesh, device=device))
 
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+    return make
 
 
 if __name__ == "__main__":

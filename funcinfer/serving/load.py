@@ -24,16 +24,38 @@ def load(
     ranks: Callable[[Mesh], Ranks] = ThreadRanks,
     progress: bool = False,
 ) -> Model:
-    """The model of a Hugging Face folder: config.json and safetensors, nothing else is read or run.
+    """The model of a Hugging Face folder: config.json, generation_config.json and safetensors;
+    nothing else is read, and nothing is run.
 
     `dtype` is that of weights, activations and caches; leaves declared wider stay wider. Without
-    `rules` the axis names of `mesh` say which preset; `ranks` makes what runs the mesh: threads of
-    this process by default, or processes (then only this one's slices are read). Errors name the
-    file, field or tensor.
+    `rules` the axis names of `mesh` say which preset, and its mesh is taken. `ranks` makes what
+    runs the mesh: threads of this process, or `lambda mesh: ProcessRanks(mesh,
+    init_process(mesh))`, and then only this process's slices are read. `progress` shows a bar.
+
+    FileNotFoundError and ValueError naming the file, field, tensor or rule that is wrong, before a
+    tensor is made.
+
+    >>> import json, tempfile
+    >>> from funcinfer.checkpoint import save_params
+    >>> from funcinfer.models import llama
+    >>> from funcinfer.spec import init
+    >>> config = {
+    ...     "architectures": ["LlamaForCausalLM"], "vocab_size": 97, "hidden_size": 16,
+    ...     "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+    ...     "intermediate_size": 24, "max_position_embeddings": 64, "eos_token_id": [2, 7],
+    ... }
+    >>> cfg, folder = llama.from_hf(config), tempfile.mkdtemp()
+    >>> specs = build(llama.decoder(cfg)).specs
+    >>> save_params(init(specs), specs, llama.name_map(cfg), folder)
+    >>> _ = Path(folder, "config.json").write_text(json.dumps(config))
+    >>> model = load(folder, dtype=torch.float32, mesh=Mesh(tp=2))
+    >>> model.mesh, model.stop_ids, model.max_length
+    (Mesh(tp=2), (2, 7), 64)
     """
     config = read_config(folder)
     family = registry.family_of(config)
     cfg = family.from_hf(config)
+    stop_ids = read_generation_config(folder).eos_ids
     mesh = mesh or Mesh()
     if rules is None:
         mesh, rules = presets.for_mesh(cfg.num_kv_heads, mesh)
@@ -44,11 +66,9 @@ def load(
     if len(runner.coords) == mesh.num_ranks:
         params = load_params(folder, specs, names, device=device, progress=progress)
     else:
-        coords = runner.coords
         (params,) = load_ranks(
-            folder, specs, names, mesh, rules, coords, device=device, progress=progress
+            folder, specs, names, mesh, rules, runner.coords, device=device, progress=progress
         )
-    generation = read_generation_config(folder)
     return Model(
         cfg=cfg,
         fns=fns,
@@ -56,6 +76,6 @@ def load(
         mesh=mesh,
         rules=rules,
         ranks=runner,
-        stop_ids=generation.eos_ids,
+        stop_ids=stop_ids,
         max_length=cfg.max_length,
     )

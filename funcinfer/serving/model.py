@@ -4,8 +4,8 @@ functions, not the only way.
 On a mesh, the ranks are threads of this process unless other ranks (one a process) are given.
 """
 
-import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -19,34 +19,62 @@ from funcinfer.serving.sampling import SamplingParams
 from funcinfer.serving.steps import ModelFns
 from funcinfer.sharding import Mesh, Ranks, Rules, ThreadRanks, drop, pad, token_multiple
 from funcinfer.spec import ParamSpec, is_spec, with_dtype
-from funcinfer.tree import tree_leaves, tree_map
+from funcinfer.tree import align, leaves_with_path, tree_leaves, tree_map
+
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Model:
     """A model ready to call: `cfg`, its functions, its parameters, and the mesh and rules they lie
     by.
 
+    `load` makes one of a checkpoint. Without one, give a decoder's functions and parameters of
+    their specs, padded where the mesh needs it: `init(pad(fns.specs, mesh, rules))`. `cfg` is the
+    family's Config, or the Decoder itself: anything with a `vocab_size`.
+
     `params` are the global parameters or, where `ranks` has one rank a process, this process's
-    part of them. `stop_ids` are the tokens that end a text, `max_length` the longest context; both
-    may be empty. ValueError where the rules are not legal for the model on the mesh.
+    part of them. `stop_ids` are the tokens that end a text, `max_length` the most tokens of a
+    context; either may be missing. Models are compared by identity.
+
+    ValueError where the rules are not legal for the model on the mesh, or not those of `fns`; where
+    a parameter is missing, not expected or of another shape than its spec; and for ranks of another
+    mesh.
+
+    >>> from funcinfer.layers.rope import Rope
+    >>> from funcinfer.models import llama
+    >>> from funcinfer.serving.steps import build
+    >>> from funcinfer.sharding import presets
+    >>> from funcinfer.spec import init
+    >>> cfg = llama.Config(97, 16, 1, 2, 2, 8, 24, 1e-6, Rope(10000.0, 8), max_length=64)
+    >>> decoder, (mesh, rules) = llama.decoder(cfg), presets.tp(cfg.num_kv_heads, 2)
+    >>> fns = build(decoder, rules)
+    >>> model = Model(decoder, fns, init(pad(fns.specs, mesh, rules)), mesh, rules)
+    >>> model.logits(torch.tensor([[5, 6, 7]])).shape
+    torch.Size([1, 3, 97])
     """
 
     cfg: Any
-    fns: ModelFns
-    params: Params
+    fns: ModelFns = field(repr=False)
+    params: Params = field(repr=False)
     mesh: Mesh = field(default_factory=Mesh)
     rules: Rules = field(default_factory=Rules)
-    ranks: Ranks | None = None
+    ranks: Ranks | None = field(default=None, repr=False)
     stop_ids: tuple[int, ...] = ()
     max_length: int | None = None
 
     def __post_init__(self) -> None:
-        self.fns.check(self.mesh, page_size=self.page_size, specs=self.specs)
         if self.rules not in (self.fns.prefill_rules, self.fns.decode_rules):
-            raise ValueError("rules must be those that the functions were built with")
+            raise ValueError(
+                f"rules must be those that the functions were built with, as"
+                f" {self.fns.prefill_rules!r}, not {self.rules!r}"
+            )
+        if self.runner.mesh != self.mesh:
+            raise ValueError(f"ranks of {self.runner.mesh!r} can't run a model on {self.mesh!r}")
+        self.fns.check(self.mesh, page_size=self.page_size, specs=self.specs)
+        self._check_params()
 
-    @property
+    @cached_property
     def specs(self) -> Params:
         """The parameters' specs, padded for the mesh."""
         return pad(self.fns.specs, self.mesh, self.rules)
@@ -59,25 +87,25 @@ class Model:
     @cached_property
     def shards(self) -> list[Params]:
         """The parameters of each rank that this process runs."""
-        if len(self.runner.coords) < self.mesh.num_ranks:
-            return [self.params]
-        return self.runner.split(self.params, self.rules.specs(self.specs))
+        if self._holds_all:
+            return self.runner.split(self.params, self.rules.specs(self.specs))
+        return [self.params]
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the embedding, which is that of activations and caches."""
-        return tree_leaves(self.params["embed"])[0].dtype
+        return self._embedding.dtype
 
     @property
     def device(self) -> torch.device:
         """The device of the parameters."""
-        return tree_leaves(self.params["embed"])[0].device
+        return self._embedding.device
 
     @property
     def page_size(self) -> int:
-        """A page size that the rules allow: 16, or the next multiple of what its dealing needs."""
-        dealt = (self.rules["page_tokens"], self.rules["index_page_tokens"])
-        least = math.lcm(*(self.mesh.size(axis) for axis in dealt)) * self.fns.interleave
+        """A page size that the rules allow: 16, or the next multiple of what they need."""
+        dealt = (self.mesh.size(self.rules[a]) for a in ("page_tokens", "index_page_tokens"))
+        least = math.lcm(*dealt) * self.fns.interleave
         return least * -(-16 // least)
 
     @property
@@ -90,19 +118,17 @@ class Model:
         `fill`.
         """
         specs = self.fns.cache_specs(num_pages * self.num_groups, page_size)
-        specs = with_dtype(specs, self.dtype)
 
         def make(s: ParamSpec) -> torch.Tensor:
             shape = self.mesh.local_shape(s.shape, self.rules.spec(*s.axes))
-            return torch.full(shape, fill, dtype=s.dtype, device=self.device)
+            # Made from a parameter, so that torch.func.vmap over parameters reaches the cache.
+            return self._embedding.new_full(shape, fill, dtype=s.dtype)
 
-        return tree_map(make, specs, is_leaf=is_spec)
+        return tree_map(make, with_dtype(specs, self.dtype), is_leaf=is_spec)
 
-    def place(self, groups: list[list[Rows]], *, page_size: int, decode: bool) -> Batch:
-        """The global Batch of one step: `make_batch` with the sizes that the mesh and rules ask
-        for.
-        """
-        rules = self.fns.decode_rules if decode else self.fns.prefill_rules
+    def place(self, groups: Sequence[Sequence[Rows]], *, page_size: int, decode: bool) -> Batch:
+        """The global Batch of one step: `make_batch` with the sizes that mesh and rules ask for."""
+        rules = self._rules_of(decode)
         parts = self.mesh.size(drop(rules["tokens"], rules["requests"]))
         multiple = token_multiple(rules, self.mesh)
         return make_batch(groups, page_size=page_size, parts=parts, multiple=multiple)
@@ -110,60 +136,92 @@ class Model:
     def step(
         self, caches: list[Cache], batch: Batch, *, decode: bool = False
     ) -> tuple[list[Output], list[Cache]]:
-        """One step of every rank that this process runs, on its part of the global batch."""
-        rules = self.fns.decode_rules if decode else self.fns.prefill_rules
+        """One step of every rank that this process runs, on its part of the global batch.
+
+        The caches are donated. `decode` takes the decode rules, by which `place` must have made the
+        batch.
+        """
         batch = tree_map(lambda x: x.to(self.device), batch)
-        batches = self.runner.split(batch, batch_specs(rules))
+        batches = self.runner.split(batch, batch_specs(self._rules_of(decode)))
         run = self.fns.decode if decode else self.fns.prefill
         outs = self.runner.run(run, self.shards, caches, batches)
-        return [o for o, _ in outs], [c for _, c in outs]
+        return [out for out, _ in outs], [cache for _, cache in outs]
+
+    def join_logits(
+        self, outs: list[Output], *, decode: bool = False, check: bool = True
+    ) -> torch.Tensor:
+        """The global logits [L, V] of one step, the rows of each requests group in turn.
+
+        Columns from the vocabulary's size on are padding: -inf. With `check`, ranks that hold the
+        same rows must agree.
+        """
+        layout = output_specs(self._rules_of(decode)).logits
+        return self.runner.join([out.logits for out in outs], layout, check=check, what="logits")
 
     def logits(self, tokens_BT: torch.Tensor) -> torch.Tensor:
         """Logits [B, T, V] of whole sequences [B, T] of token ids, every position seeing those
         before it.
 
-        The cache is made inside, so on one device autograd and torch.func work through the call.
-        ValueError for ids outside of the vocabulary.
+        The cache is made inside, so on one device autograd and torch.func work through the call;
+        for a function of the parameters, call `dataclasses.replace(model, params=p).logits`.
+        ValueError for what is no [B, T] of whole numbers, and for ids outside of the vocabulary.
         """
-        (B, T), vocab = tokens_BT.shape, self.cfg.vocab_size
-        if B == 0 or T == 0:
-            return torch.empty(B, T, vocab, dtype=self.dtype, device=self.device)
-        if int(tokens_BT.min()) < 0 or int(tokens_BT.max()) >= vocab:
+        vocab_size = self.cfg.vocab_size
+        if tokens_BT.ndim != 2 or tokens_BT.dtype not in _WHOLE:
             raise ValueError(
-                f"token ids reach from {int(tokens_BT.min())} to {int(tokens_BT.max())};"
-                f" the vocabulary has 0 to {vocab - 1}"
+                f"tokens must be whole numbers [B, T], not {tokens_BT.dtype}"
+                f" {list(tokens_BT.shape)}"
             )
-        page_size = self.page_size
-        per_group, pages = -(-B // self.num_groups), pages_needed(T, page_size)
-        groups = [
-            [
-                Rows(
-                    tokens=range(min(b, B - 1) * T, min(b, B - 1) * T + T),
-                    start=0,
-                    pages=range(1 + i * pages, 1 + i * pages + pages),
-                    wanted=T,
-                )
-                for i, b in enumerate(range(g * per_group, g * per_group + per_group))
-            ]
-            for g in range(self.num_groups)
+        (B, T), sequences = tokens_BT.shape, tokens_BT.tolist()
+        if B == 0 or T == 0:
+            return self._embedding.new_empty(B, T, vocab_size)
+        if bad := [t for tokens in sequences for t in tokens if not 0 <= t < vocab_size]:
+            raise ValueError(f"token {bad[0]} is outside of the vocabulary, 0 to {vocab_size - 1}")
+        # Groups are of one size; what is missing in the last ones is filled with the last sequence.
+        per_group, pages = -(-B // self.num_groups), pages_needed(T, self.page_size)
+        sequences += sequences[-1:] * (per_group * self.num_groups - B)
+        rows = [
+            Rows(tokens, 0, range(1 + i % per_group * pages, 1 + (i % per_group + 1) * pages), T)
+            for i, tokens in enumerate(sequences)
         ]
-        batch = self.place(groups, page_size=page_size, decode=False)
-        ids = tokens_BT.flatten().to(torch.int32)
-        batch = dataclasses.replace(batch, tokens=ids[batch.tokens.to(ids.device).long()])
-        caches = [self.local_cache(1 + per_group * pages, page_size) for _ in self.shards]
+        groups = [rows[i : i + per_group] for i in range(0, len(rows), per_group)]
+        batch = self.place(groups, page_size=self.page_size, decode=False)
+        caches = [self.local_cache(1 + per_group * pages, self.page_size) for _ in self.shards]
         outs, _ = self.step(caches, batch)
-        specs = output_specs(self.fns.prefill_rules).logits
-        logits = self.runner.join([o.logits for o in outs], specs)
-        return logits.unflatten(0, (-1, T))[:B, :, :vocab]
+        return self.join_logits(outs).unflatten(0, (-1, T))[:B, :, :vocab_size]
 
     def generate(
-        self, prompts: list[list[int]], sampling: SamplingParams | None = None
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | None = None
     ) -> list[list[int]]:
-        """The generated ids of each prompt of ids, served together by an Engine with room for all
-        of them.
+        """The generated ids of each prompt of ids, served together by an Engine of fitting size.
+
+        ValueError for a prompt that `Engine.add` refuses.
         """
         from funcinfer.serving.engine import Engine
 
-        return [
-            c.tokens for c in Engine.sized_for(self, prompts, sampling).generate(prompts, sampling)
-        ]
+        engine = Engine.sized_for(self, prompts, sampling)
+        return [completion.tokens for completion in engine.generate(prompts, sampling)]
+
+    @property
+    def _embedding(self) -> torch.Tensor:
+        return tree_leaves(self.params["embed"])[0]
+
+    @property
+    def _holds_all(self) -> bool:
+        """Whether this process runs every rank, and so has the global parameters."""
+        return len(self.runner.coords) == self.mesh.num_ranks
+
+    def _rules_of(self, decode: bool) -> Rules:
+        return self.fns.decode_rules if decode else self.fns.prefill_rules
+
+    def _check_params(self) -> None:
+        specs = leaves_with_path(self.specs, is_leaf=is_spec)
+        values = align(self.params, [path for path, _ in specs], what="params")
+        for (path, s), value in zip(specs, values, strict=True):
+            layout = self.rules.spec(*s.axes)
+            shape = s.shape if self._holds_all else self.mesh.local_shape(s.shape, layout)
+            if tuple(value.shape) != shape:
+                raise ValueError(
+                    f"params.{path} has shape {tuple(value.shape)} where its spec, padded for"
+                    f" {self.mesh!r}, has {shape}"
+                )
