@@ -21,6 +21,7 @@ def load(
     device: torch.device | str = "cpu",
     mesh: Mesh | None = None,
     rules: Rules | None = None,
+    decode_rules: Rules | None = None,
     ranks: Callable[[Mesh], Ranks] = ThreadRanks,
     progress: bool = False,
 ) -> Model:
@@ -28,9 +29,10 @@ def load(
     nothing else is read, and nothing is run.
 
     `dtype` is that of weights, activations and caches; leaves declared wider stay wider. Without
-    `rules` the axis names of `mesh` say which preset, and its mesh is taken. `ranks` makes what
-    runs the mesh: threads of this process, or `lambda mesh: ProcessRanks(mesh,
-    init_process(mesh))`, and then only this process's slices are read. `progress` shows a bar.
+    `rules` the axis names of `mesh` say which preset, and its mesh is taken; `decode_rules` are
+    those of decode, where they differ from `rules`. `ranks` makes what runs the mesh: threads of
+    this process, or `lambda mesh: ProcessRanks(mesh, init_process(mesh))`, and then only this
+    process's slices are read. `progress` shows a bar.
 
     FileNotFoundError and ValueError naming the file, field, tensor or rule that is wrong, before a
     tensor is made.
@@ -58,8 +60,10 @@ def load(
     stop_ids = read_generation_config(folder).eos_ids
     mesh = mesh or Mesh()
     if rules is None:
-        mesh, rules = presets.for_mesh(cfg.num_kv_heads, mesh)
-    fns = build(family.decoder(cfg), rules)
+        if decode_rules is not None:
+            raise ValueError("decode_rules without rules: give the rules of prefill too")
+        mesh, rules, decode_rules = presets.for_mesh(cfg.num_kv_heads, mesh)
+    fns = build(family.decoder(cfg), rules, decode_rules)
     specs = pad(with_dtype(fns.specs, dtype), mesh, rules)
     rules.check(specs, mesh)
     runner, names = ranks(mesh), family.name_map(cfg)
