@@ -34,6 +34,24 @@ IRRELEVANT: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "read by read_generation_config": ("bos_token_id", "eos_token_id", "pad_token_id"),
     }
 )
+# Sizes that no model has zero of. Other whole numbers are at least zero.
+AT_LEAST_ONE = frozenset(
+    {
+        "decoder_sparse_step",
+        "head_dim",
+        "hidden_size",
+        "kv_lora_rank",
+        "max_position_embeddings",
+        "n_group",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "q_lora_rank",
+        "topk_group",
+        "v_head_dim",
+        "vocab_size",
+    }
+)
 _REQUIRED: Any = object()
 
 
@@ -67,7 +85,8 @@ class HFConfig:
 
         null is a value like any other. `kind` is a type or a union of types: bool is no int, and an
         int becomes a float where only float is asked for. ValueError for a field that is missing
-        and has no default, of another kind, or given under two names with different values.
+        and has no default, of another kind, negative where an int is asked for (or zero, of those
+        in `AT_LEAST_ONE`), or given under two names with different values.
         """
         found = [n for n in (name, *aliases) if n in self._fields]
         for n in found:
@@ -103,8 +122,8 @@ class HFConfig:
         value, allowed = self.take(name, default, aliases=aliases), list(allowed)
         if not any(_same(value, a) for a in allowed):
             raise ValueError(
-                f"{self._where}: {name}={value!r} is not supported;"
-                f" supported: {', '.join(map(repr, allowed))}"
+                f"{self._where}: {name}={_short(value)} is not supported;"
+                f" supported: {', '.join(map(_short, allowed))}"
             )
         return value
 
@@ -142,6 +161,9 @@ class HFConfig:
 
     def _checked(self, name: str, value: Any, kind: Any) -> Any:
         kinds = get_args(kind) or (kind,)
+        least = 1 if name in AT_LEAST_ONE else 0
+        if int in kinds and type(value) is int and value < least:
+            raise ValueError(f"{self._where}: {name}={value}, but it must be at least {least}")
         if bool in kinds if isinstance(value, bool) else isinstance(value, kinds):
             return value
         if type(value) is int and float in kinds:

@@ -47,6 +47,9 @@ class RopeReader:
 
     def _pick(self, layer_type: str | None) -> Mapping[str, Any]:
         new, old = self._top("rope_parameters"), self._top("rope_scaling")
+        for name, value in (("rope_parameters", new), ("rope_scaling", old)):
+            if not isinstance(value, Mapping | None):
+                raise ValueError(f"{name} is {value!r}; it must be an object or null")
         if new and old and new != old:
             raise ValueError(f"rope_parameters {new!r} and rope_scaling {old!r} disagree")
         facts = new or old or {}

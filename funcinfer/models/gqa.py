@@ -105,9 +105,8 @@ def no_sliding_window(fields: HFConfig) -> None:
     """Take Qwen's fields of sliding windows; ValueError where one is in use."""
     fields.require("use_sliding_window", [False], False)
     fields.ignore("sliding_window", "max_window_layers", reason="no layer has a sliding window")
-    kinds = fields.take("layer_types", None, kind=list | None) or []
-    if other := sorted(set(kinds) - {"full_attention"}):
-        raise ValueError(f"config.json: layer_types has {other}; supported: 'full_attention'")
+    full = ["full_attention"] * fields.take("num_hidden_layers", kind=int)
+    fields.require("layer_types", [None, full], None)
 
 
 def decoder(cfg: Config) -> Decoder:

@@ -194,9 +194,8 @@ def read_expert_layers(fields: HFConfig, first: int) -> tuple[int, ...]:
 
 def read_indexer(fields: HFConfig, *, interleaved: bool) -> IndexerConfig:
     """The lightning indexer of DSA models. Its fields are read here, layer types checked."""
-    kinds = fields.take("layer_types", None, kind=list | None) or []
-    if other := sorted(set(kinds) - {"indexed_attention"}):
-        raise ValueError(f"config.json: layer_types has {other}; supported: 'indexed_attention'")
+    indexed = ["indexed_attention"] * fields.take("num_hidden_layers", kind=int)
+    fields.require("layer_types", [None, indexed], None)
     return IndexerConfig(
         embed_dim=fields.take("hidden_size", kind=int),
         q_lora=fields.take("q_lora_rank", kind=int),
