@@ -42,6 +42,9 @@ def moe_specs(
 
     `router(embed, num_experts)` gives the router's specs. `shared_width` is that of all shared
     experts together, which make one MLP.
+
+    >>> moe_specs(64, 8, 32)["down"]
+    ParamSpec(shape=(8, 64, 32), axes=('experts', 'embed', 'expert_mlp'), ...)
     """
     specs: dict[str, Any] = dict(
         router=router(embed, num_experts),
@@ -54,7 +57,7 @@ def moe_specs(
 
 
 def shared_mlp(p: Params, x_TD: torch.Tensor, *, rules: Rules) -> torch.Tensor:
-    """Shared experts: a SwiGLU MLP for every token, its width over `shared_mlp`."""
+    """Shared experts: a SwiGLU MLP for every token, its width over `shared_mlp`; see `mlp`."""
     return mlp(p, x_TD, rules=rules, axis="shared_mlp")
 
 
@@ -82,7 +85,7 @@ def moe(
     >>> moe(p, torch.ones(3, 8), rules=Rules.none(), route=route).shape
     torch.Size([3, 8])
     """
-    y_TD = routed(p, x_TD, rules=rules, route=route, activation=activation, exchange=exchange)
+    y_TD = _routed(p, x_TD, rules=rules, route=route, activation=activation, exchange=exchange)
     if "shared" not in p:
         return y_TD
     if shared is shared_mlp and activation is not ops.swiglu:
@@ -93,7 +96,7 @@ def moe(
     return y_TD + shared(p["shared"], x_TD, rules=rules)
 
 
-def routed(
+def _routed(
     p: Params,
     x_TD: torch.Tensor,
     *,
