@@ -32,10 +32,11 @@ def axis_of(axes: Iterable[str]) -> Axis:
 
 def as_axis(value: Any, what: str) -> Axis:
     """`value` in its canonical form; ValueError where it is not a product of axes."""
-    listed = isinstance(value, tuple | list) and all(isinstance(a, str) for a in value)
-    if not (value is None or isinstance(value, str) or listed):
-        raise ValueError(f"{what} {value!r}: write a mesh axis, a tuple of mesh axes, or None")
-    return axis_of(names(value))
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, tuple | list) and all(isinstance(a, str) for a in value):
+        return axis_of(value)
+    raise ValueError(f"{what} {value!r}: write a mesh axis, a tuple of mesh axes, or None")
 
 
 def drop(axis: Axis, used: Axis) -> Axis:

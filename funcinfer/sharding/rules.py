@@ -218,9 +218,10 @@ def _unknown_names(rules: Rules, specs: list[ParamSpec], mesh: Mesh) -> list[str
                 )
         if name in NEVER_SHARDED and names(axis):
             found.append(f"rule {name}={axis!r}: {name} is never sharded; use None")
-        hint = suggest(name, LIBRARY_AXES)
-        if name not in LIBRARY_AXES and name not in used and "did you mean" in hint:
-            found.append(f"rule {name}={axis!r} names an axis that no spec uses{hint}")
+        if name not in LIBRARY_AXES and name not in used:
+            hint = suggest(name, LIBRARY_AXES)
+            if "did you mean" in hint:
+                found.append(f"rule {name}={axis!r} names an axis that no spec uses{hint}")
     return found
 
 
