@@ -51,12 +51,49 @@ ones, zeros = Constant(1.0), Constant(0.0)
 
 
 @dataclass(frozen=True)
+class Member:
+    """What belongs to some `entries` of a list of `count` along an axis, as a layer's weight does.
+
+    Where n ranks share the list, they hold contiguous stages of it: entry i lies on stage
+    i * n // count. ValueError for entries that the list does not have.
+
+    >>> Member("layers", (0, 4), 5).stages(3)
+    (0, 2)
+    """
+
+    axis: str | tuple[str, ...]
+    entries: tuple[int, ...]
+    count: int
+
+    def __post_init__(self) -> None:
+        if not self.entries or any(not 0 <= i < self.count for i in self.entries):
+            raise ValueError(
+                f"entries {self.entries} of a list of {self.count} along {self.axis!r}:"
+                f" give one or more from 0 to {self.count - 1}"
+            )
+
+    def stages(self, n: int) -> tuple[int, ...]:
+        """The stages, of `n`, that hold one of the entries."""
+        return tuple(sorted({i * n // self.count for i in self.entries}))
+
+
+def stage_entries(count: int, n: int, stage: int) -> range:
+    """The entries of a list of `count` that lie on stage `stage` of `n`.
+
+    >>> [list(stage_entries(5, 3, stage)) for stage in range(3)]
+    [[0, 1], [2, 3], [4]]
+    """
+    return range(-(-stage * count // n), -(-(stage + 1) * count // n))
+
+
+@dataclass(frozen=True)
 class ParamSpec:
     """A tensor's global shape, one logical axis (or None) a dim, dtype and initialiser.
 
     `true_shape` is the shape before `sharding.pad` enlarged it; rows past it hold zeros and are
-    masked by the layer that reads them. ValueError where `axes` and `shape` differ in length or a
-    dim is negative.
+    masked by the layer that reads them. `member` says to which entries of a list the tensor
+    belongs, where that list may be shared among ranks. ValueError where `axes` and `shape` differ
+    in length or a dim is negative.
 
     >>> ParamSpec((8, 64, 512), ("heads", None, "embed")).nbytes
     524288
@@ -67,6 +104,7 @@ class ParamSpec:
     dtype: torch.dtype = torch.bfloat16
     init: Initialiser = field(default=Normal(), repr=False)
     true_shape: tuple[int, ...] | None = None
+    member: Member | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))

@@ -268,7 +268,7 @@ class ProcessRanks:
         return join_tree(
             outs[0],
             self._gather_text(outline(outs[0])),
-            lambda _, leaf: self._gather(leaf.detach()),
+            lambda _, leaf: self._gather(leaf.detach().to(self.comm.device)),
             specs,
             self.mesh,
             check=check,

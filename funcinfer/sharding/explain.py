@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from funcinfer.sharding.mesh import Axis, Mesh, names
+from funcinfer.sharding.mesh import Axis, Mesh, P, join_axes, names
 from funcinfer.spec import ParamSpec, align_columns, is_spec
 from funcinfer.tree import leaves_with_path
 
@@ -15,17 +15,16 @@ HEADER = ("leaf", "axes", "shape", "layout", "local shape", "copies", "bytes a r
 
 
 def explain(rules: "Rules", specs: Any, mesh: Mesh) -> str:
-    """The table as text, headed by the mesh and the rules in force, footed by the total and notes
-    on padding.
+    """The table as text, headed by the mesh and the rules in force, footed by the total (of each
+    pipeline stage) and notes on padding.
     """
     merged: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    total, copied, notes = 0, 0, []
-    for path, s in leaves_with_path(specs, is_leaf=is_spec):
-        row, size, copies = _row(rules, path, s, mesh)
+    notes = []
+    pairs = leaves_with_path(specs, is_leaf=is_spec)
+    for path, s in pairs:
+        row = _row(rules, path, s, mesh)
         pattern = re.sub(r"\b\d+\b", "*", path)
         merged.setdefault((pattern, row), []).append(path)
-        total += size
-        copied += size if copies > 1 else 0
         if s.true_shape and s.true_shape != s.shape:
             notes.append(f"{path} is padded from {s.true_shape} to {s.shape}")
     rows: list[tuple[str, ...]] = [HEADER]
@@ -33,29 +32,45 @@ def explain(rules: "Rules", specs: Any, mesh: Mesh) -> str:
         label = paths[0] if len(paths) == 1 else f"{pattern} x{len(paths)}"
         rows.append((label, *row))
     lines = [f"{mesh!r}: {mesh.num_ranks} ranks", _rule_line(rules), "", align_columns(rows), ""]
-    lines.append(f"{total:,} bytes a rank, {copied:,} of them also held by another rank")
+    lines += _totals([(rules.layout(s), s.nbytes) for _, s in pairs], mesh)
     lines += _rep_notes(rules, mesh) + notes
     return "\n".join(lines)
 
 
-def _row(rules: "Rules", path: str, s: ParamSpec, mesh: Mesh) -> tuple[tuple[str, ...], int, int]:
-    layout = rules.spec(*s.axes)
+def _row(rules: "Rules", path: str, s: ParamSpec, mesh: Mesh) -> tuple[str, ...]:
+    layout = rules.layout(s)
     local = mesh.local_shape(s.shape, layout, path)
-    parts = mesh.size(layout.axes)
-    copies = mesh.num_ranks // parts
-    size = s.nbytes // parts
+    place = ", ".join(_short(e) for e in layout)
+    if layout.on is not None:
+        stages = layout.on.stages(mesh.size(layout.on.axis))
+        place += f" on {_short(layout.on.axis)} {','.join(map(str, stages))}"
     return (
-        (
-            ", ".join(a or "-" for a in s.axes),
-            _times(s.shape),
-            ", ".join(_short(e) for e in layout),
-            _times(local),
-            str(copies),
-            f"{size:,}",
-        ),
-        size,
-        copies,
+        ", ".join(a or "-" for a in s.axes),
+        _times(s.shape),
+        place,
+        _times(local),
+        str(mesh.copies(layout)),
+        f"{s.nbytes // mesh.size(layout.axes):,}",
     )
+
+
+def _totals(leaves: list[tuple[P, int]], mesh: Mesh) -> list[str]:
+    """Bytes a rank, a line for each pipeline stage; `leaves` are layouts with their bytes."""
+    staged = join_axes(*(layout.on.axis for layout, _ in leaves if layout.on is not None))
+    lines = []
+    for coord in mesh.coords():
+        if any(i for axis, i in coord.items() if axis not in names(staged)):
+            continue  # ranks that differ along other axes hold as much
+        total, copied = 0, 0
+        for layout, nbytes in leaves:
+            if mesh.holds(layout, coord):
+                size = nbytes // mesh.size(layout.axes)
+                total += size
+                copied += size if mesh.copies(layout) > 1 else 0
+        at = [f"{axis}={coord[axis]}" for axis in names(staged)]
+        where = f" where {', '.join(at)}" if at else ""
+        lines.append(f"{total:,} bytes a rank{where}, {copied:,} of them also held by another rank")
+    return lines
 
 
 def _rule_line(rules: Mapping[str, Axis]) -> str:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from funcinfer.spec import Member
+
 Axis = str | tuple[str, ...] | None
 Coord = Mapping[str, int]
 
@@ -88,16 +90,25 @@ class P(tuple[Axis, ...]):
     """How a tensor lies over a mesh: one entry a dim, full rank always, `None` for a dim held
     whole.
 
-    ValueError where one mesh axis is put on two dims.
+    With `on` the tensor exists on some ranks only: on those stages along a mesh axis that hold its
+    entries of a list. Elsewhere its leaf is None. ValueError where one mesh axis is put on two
+    dims, or on a dim and into `on`.
 
     >>> P("dp", None, ("ep", "tp"))
     P('dp', None, ('ep', 'tp'))
+    >>> P("tp", on=Member("pp", (4,), 5))
+    P('tp', on=Member(axis='pp', entries=(4,), count=5))
     """
 
-    def __new__(cls, *entries: Axis) -> "P":
+    on: Member | None = None
+
+    def __new__(cls, *entries: Axis, on: Member | None = None) -> "P":
         """One argument a dim: a mesh axis, a tuple of them, or None."""
         spec = super().__new__(cls, (as_axis(e, "P entry") for e in entries))
         used = [a for e in spec for a in names(e)]
+        if on is not None:
+            spec.on = on
+            used += names(on.axis)
         if twice := sorted({a for a in used if used.count(a) > 1}):
             raise ValueError(
                 f"{spec!r}: mesh axis {twice[0]!r} is used twice; each may shard one dim once"
@@ -108,7 +119,17 @@ class P(tuple[Axis, ...]):
         return tuple(self)
 
     def __repr__(self) -> str:
-        return f"P({', '.join(map(repr, self))})"
+        on = [] if self.on is None else [f"on={self.on!r}"]
+        return f"P({', '.join([*map(repr, self), *on])})"
+
+    def __eq__(self, other: object) -> bool:
+        return tuple.__eq__(self, other) and self.on == getattr(other, "on", None)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return tuple.__hash__(self) if self.on is None else hash((tuple(self), self.on))
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -199,9 +220,28 @@ class Mesh:
             for c in itertools.product(*ranges)
         )
 
+    def holds(self, spec: P, coord: Coord) -> bool:
+        """Whether the rank at `coord` has a part of a tensor: whether it is on one of its stages.
+
+        >>> spec = P(None, on=Member("pp", (4,), 5))
+        >>> [Mesh(pp=2).holds(spec, {"pp": stage}) for stage in range(2)]
+        [False, True]
+        """
+        on = spec.on
+        return on is None or self.index(on.axis, coord) in on.stages(self.size(on.axis))
+
+    def copies(self, spec: P) -> int:
+        """How many ranks hold the same part of a tensor."""
+        on = spec.on
+        holders = self.num_ranks
+        if on is not None:
+            stages = self.size(on.axis)
+            holders = holders // stages * len(on.stages(stages))
+        return holders // self.size(spec.axes)
+
     def local_shape(self, shape: Sequence[int], spec: P, path: str = "") -> tuple[int, ...]:
-        """The shape of one rank's part; ValueError for a wrong rank or a dim that does not divide
-        evenly.
+        """The shape of a part, on each rank that has one; ValueError for a wrong rank or a dim that
+        does not divide evenly.
         """
         where = f"{path}: " if path else ""
         if len(spec) != len(shape):

@@ -21,12 +21,13 @@ from funcinfer.sharding.mesh import (
     both,
     drop,
     extends,
+    join_axes,
     longer,
     names,
     suggest,
 )
 from funcinfer.sharding.reshard import moves
-from funcinfer.spec import ParamSpec, is_spec
+from funcinfer.spec import Member, ParamSpec, is_spec
 from funcinfer.tree import leaves_with_path, tree_map
 
 LIBRARY_AXES: Mapping[str, str] = MappingProxyType(
@@ -122,20 +123,31 @@ class Rules(Mapping[str, Axis]):
         """The same rules but for those given."""
         return Rules(**{**self._given, **rules})
 
-    def spec(self, *axes: str | None) -> P:
-        """The layout of a tensor with these logical axes.
+    def spec(self, *axes: str | None, member: Member | None = None) -> P:
+        """The layout of a tensor with these logical axes, and of the entries `member` of a list.
 
         KeyError for an unknown one, ValueError for a mesh axis that would shard two dims.
+
+        >>> Rules(layers="pp").spec("embed", member=Member("layers", (2,), 3))
+        P(None, on=Member(axis='pp', entries=(2,), count=3))
         """
         entries = [None if a is None else self[a] for a in axes]
+        on = None
+        if member is not None:
+            stages = join_axes(*(self[name] for name in names(member.axis)))
+            on = None if stages is None else replace(member, axis=stages)
         try:
-            return P(*entries)
+            return P(*entries, on=on)
         except ValueError as error:
             raise ValueError(f"logical axes {axes}: {error}") from None
 
+    def layout(self, spec: ParamSpec) -> P:
+        """The layout of the tensor that `spec` declares."""
+        return self.spec(*spec.axes, member=spec.member)
+
     def specs(self, tree: Any) -> Any:
         """The layouts of a tree of ParamSpec: the same tree of `P`."""
-        return tree_map(lambda s: self.spec(*s.axes), tree, is_leaf=is_spec)
+        return tree_map(self.layout, tree, is_leaf=is_spec)
 
     def check(self, specs: Any, mesh: Mesh) -> None:
         """ValueError listing every reason why these rules can't lay out `specs` on `mesh` or serve
@@ -165,6 +177,7 @@ class Rules(Mapping[str, Axis]):
             *found,
             *_token_laws(self),
             *_disjoint_laws(self),
+            *_stage_laws(self, leaves, mesh),
             *_head_laws(self, leaves, mesh),
             *_output_laws(self),
             *_vocabulary_laws(self, leaves),
@@ -207,6 +220,7 @@ def token_multiple(rules: Rules, mesh: Mesh) -> int:
 
 def _unknown_names(rules: Rules, specs: list[ParamSpec], mesh: Mesh) -> list[str]:
     used = {a for s in specs for a in s.axes if a is not None}
+    used |= {a for s in specs if s.member is not None for a in names(s.member.axis)}
     found = [
         f"no rule for logical axis {a!r}{suggest(a, rules)}" for a in sorted(used) if a not in rules
     ]
@@ -269,6 +283,26 @@ def _disjoint_laws(rules: Rules) -> list[str]:
         for a, b in pairs
         if (shared := both(rules[a], rules[b]))
     ]
+
+
+def _stage_laws(rules: Rules, leaves: list[tuple[str, ParamSpec]], mesh: Mesh) -> list[str]:
+    """Pipeline stages differ in what they run, so they can share no other work."""
+    layers = rules["layers"]
+    found = [
+        f"layers={layers!r} and {name}={rules[name]!r} share {shared!r}: the axes of layers are"
+        f" those of the pipeline's stages alone"
+        for name in rules
+        if name != "layers" and (shared := both(layers, rules[name]))
+    ]
+    lists = {(s.member.axis, s.member.count) for _, s in leaves if s.member is not None}
+    for axis, count in sorted(lists, key=str):
+        over = join_axes(*(rules[a] for a in names(axis)))
+        if mesh.size(over) > count:
+            found.append(
+                f"{axis}={over!r} makes {mesh.size(over)} stages of a list of {count}: each stage"
+                f" needs an entry, so give it at most {count} ranks"
+            )
+    return found
 
 
 def _head_laws(rules: Rules, leaves: list[tuple[str, ParamSpec]], mesh: Mesh) -> list[str]:

@@ -1,9 +1,11 @@
 """Global trees and the local trees of ranks: cutting one into the others, and joining them again.
 
 `shard` cuts A to A[I_X] at a coordinate. `join_tree` is the inverse over all ranks; it is also
-where "declared replicated, but the ranks differ" is found out.
+where "declared replicated, but the ranks differ" is found out. A leaf that exists on some stages
+only (`P.on`) is None on the other ranks.
 """
 
+import ast
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,7 +28,7 @@ Gather = Callable[[int, torch.Tensor], Sequence[torch.Tensor]]
 def shard(x: torch.Tensor, spec: P, mesh: Mesh, coord: Coord, path: str = "") -> torch.Tensor:
     """The part of a global tensor at `coord`, contiguous; a view where the cut leaves it so.
 
-    ValueError where a dim does not divide evenly.
+    Only the dims are looked at, not `spec.on`. ValueError where one does not divide evenly.
 
     >>> shard(torch.arange(6), P("tp"), Mesh(tp=2), {"tp": 1})
     tensor([3, 4, 5])
@@ -41,7 +43,8 @@ def shard(x: torch.Tensor, spec: P, mesh: Mesh, coord: Coord, path: str = "") ->
 def split_tree(
     tree: Any, specs: Any, mesh: Mesh, coord: Coord, *, copy: bool = False, what: str = "tree"
 ) -> Any:
-    """The local tree at `coord`. Leaves that are not tensors go to every rank as they are.
+    """The local tree at `coord`; None for leaves that another stage holds. Leaves that are not
+    tensors go to every rank as they are.
 
     `specs` has a `P` for each tensor and None for each other leaf. With `copy` no part shares
     storage with `tree`. ValueError naming the leaf whose spec does not fit it.
@@ -53,6 +56,9 @@ def split_tree(
         name = f"{what}.{path}" if path else what
         if not _has_layout(x, spec, name):
             parts.append(x)
+            continue
+        if not mesh.holds(spec, coord):
+            parts.append(None)
             continue
         part = shard(x, spec, mesh, coord, name)
         parts.append(part.clone() if copy and _share_storage(part, x) else part)
@@ -82,18 +88,23 @@ def join_tree(
     """The global tree of which `tree` is one rank's part.
 
     `outlines` are those of all ranks; `gather(i, leaf)` gives the i-th leaf of all ranks, in rank
-    order. With `check`, parts that `specs` declares replicated must be equal. ValueError naming the
-    leaf and the ranks where they do not fit together.
+    order, and for a rank without it anything of its shape. With `check`, parts that `specs`
+    declares replicated must be equal. ValueError naming the leaf and the ranks where they do not
+    fit together.
     """
-    _check_outlines(outlines, mesh, what)
+    told = [json.loads(text) for text in outlines]
+    _check_structures(told, mesh, what)
     pairs = leaves_with_path(tree)
     layouts = align(specs, [p for p, _ in pairs], is_leaf=is_p, what=f"the tree of specs of {what}")
     leaves = []
     for i, ((path, leaf), spec) in enumerate(zip(pairs, layouts, strict=True)):
         name = f"{what}.{path}" if path else what
-        if _has_layout(leaf, spec, name):
-            leaf = join_leaf(gather(i, leaf), spec, mesh, name, check=check)
-        leaves.append(leaf)
+        holders = _holders(spec, mesh)
+        said = _check_leaf([rank["leaves"][path] for rank in told], holders, mesh, name)
+        part: Any = _stand_in(said) if leaf is None and said != "None" else leaf
+        if _has_layout(part, spec, name):
+            part = join_leaf(gather(i, part), spec, mesh, name, check=check)
+        leaves.append(part)
     return tree_unflatten(leaves, tree_flatten(tree)[1])
 
 
@@ -102,11 +113,13 @@ def join_leaf(
 ) -> torch.Tensor:
     """The global tensor of all ranks' parts, which are in rank order and of one shape and dtype.
 
-    Where nothing is sharded it is the first rank's part itself. With `check`, ValueError where
+    Where nothing is sharded it is the first holder's part itself. With `check`, ValueError where
     parts that hold the same by declaration differ.
     """
     owners: dict[tuple[int, ...], int] = {}
     for rank, (part, coord) in enumerate(zip(parts, mesh.coords(), strict=True)):
+        if not mesh.holds(spec, coord):
+            continue
         first = owners.setdefault(tuple(mesh.index(axis, coord) for axis in spec), rank)
         if first != rank and check and (gap := _difference(parts[first], part)):
             raise ValueError(_replica_error(f"{path}: declared {spec!r}", gap, mesh, first, rank))
@@ -148,28 +161,52 @@ def _describe(leaf: Any) -> str:
     return repr(leaf) if plain else f"a {type(leaf).__name__}"
 
 
-def _check_outlines(outlines: Sequence[str], mesh: Mesh, what: str) -> None:
-    for rank, text in enumerate(outlines):
-        if text == outlines[0]:
-            continue
-        ours, theirs = json.loads(outlines[0]), json.loads(text)
-        first, other = show_ranks(mesh, [0]), show_ranks(mesh, [rank])
-        if set(ours["leaves"]) != set(theirs["leaves"]):
+def _holders(spec: Any, mesh: Mesh) -> list[int]:
+    """The ranks that hold a leaf of layout `spec`; all of them where it is no P."""
+    if not isinstance(spec, P) or spec.on is None:
+        return list(range(mesh.num_ranks))
+    return [rank for rank, coord in enumerate(mesh.coords()) if mesh.holds(spec, coord)]
+
+
+def _stand_in(said: str) -> torch.Tensor:
+    """A tensor of the dtype and shape that `_describe` told of another rank's."""
+    dtype, shape = said.split(" ", 1)
+    return torch.zeros(ast.literal_eval(shape), dtype=getattr(torch, dtype))
+
+
+def _check_structures(told: Sequence[dict[str, Any]], mesh: Mesh, what: str) -> None:
+    """ValueError where ranks returned trees of other leaves or of another structure."""
+    ours = told[0]
+    for rank, theirs in enumerate(told):
+        if ours["leaves"].keys() != theirs["leaves"].keys():
             raise ValueError(
-                f"{what}: {first} returned the leaves {list(ours['leaves'])},"
-                f" {other} returned {list(theirs['leaves'])}"
+                f"{what}: {show_ranks(mesh, [0])} returned the leaves {list(ours['leaves'])},"
+                f" {show_ranks(mesh, [rank])} returned {list(theirs['leaves'])}"
             )
-        for path, said in ours["leaves"].items():
-            if theirs["leaves"][path] != said:
-                raise ValueError(
-                    f"{what}{path and '.'}{path}: {first} returned {said}, {other} returned"
-                    f" {theirs['leaves'][path]}; shapes, dtypes and leaves that are not tensors"
-                    f" must be alike on all ranks"
-                )
-        raise ValueError(
-            f"{what}: {first} and {other} returned trees that differ in key order, container or"
-            f" static field: {ours['structure']} and {theirs['structure']}"
-        )
+        if ours["structure"] != theirs["structure"]:
+            raise ValueError(
+                f"{what}: {show_ranks(mesh, [0])} and {show_ranks(mesh, [rank])} returned trees"
+                f" that differ in key order, container or static field: {ours['structure']} and"
+                f" {theirs['structure']}"
+            )
+
+
+def _check_leaf(told: Sequence[str], holders: Sequence[int], mesh: Mesh, name: str) -> str:
+    """What the holders of a leaf say it is; ValueError unless they agree and others have None."""
+    said = told[holders[0]]
+    for rank, theirs in enumerate(told):
+        if rank not in holders and theirs != "None":
+            raise ValueError(
+                f"{name}: {show_ranks(mesh, [rank])} returned {theirs}, but by its layout it exists"
+                f" on {show_ranks(mesh, holders)} alone: None is wanted"
+            )
+        if rank in holders and theirs != said:
+            raise ValueError(
+                f"{name}: {show_ranks(mesh, holders[:1])} returned {said},"
+                f" {show_ranks(mesh, [rank])} returned {theirs}; shapes, dtypes and leaves that are"
+                f" not tensors must be alike on all ranks"
+            )
+    return said
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> str:
