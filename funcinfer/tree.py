@@ -88,8 +88,9 @@ def tree_map(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Leaf | None 
 
 
 def leaves_with_path(tree: Any, is_leaf: Leaf | None = None) -> list[tuple[str, Any]]:
-    """Each leaf with its path. ValueError where two leaves have one path, as {"a.b"} and {"a":
-    {"b"}}.
+    """Each leaf with its path.
+
+    ValueError where two leaves have the same, as the key "a.b" and the key "b" inside of "a".
 
     >>> leaves_with_path({"layers": [{"wq": 1}, {"wq": 2}]})
     [('layers.0.wq', 1), ('layers.1.wq', 2)]
