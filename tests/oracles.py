@@ -10,6 +10,7 @@ swapped dimension is a shape error. Letters: B batch, S sequence, N new tokens, 
 """
 
 import copy
+import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -175,12 +176,11 @@ _FAMILIES = {
 NAMES = tuple(_FAMILIES)
 
 
-def build(name: str, seed: int = 0, **overrides: Any) -> tuple[Any, Any]:
-    """A tiny model of family `name` with random weights: `(config, model)`.
+def config_of(name: str, **overrides: Any) -> Any:
+    """The config of a tiny model of family `name`, without a model.
 
-    `overrides` replace settings of the config, e.g. `num_attention_heads=9,
-    num_key_value_heads=3`; settings that follow the number of heads are adjusted unless they are
-    overridden too.
+    `overrides` replace settings, e.g. `num_attention_heads=9, num_key_value_heads=3`; settings that
+    follow the number of heads are adjusted unless they are overridden too.
     """
     if name not in _FAMILIES:
         raise ValueError(f"no family {name!r}; there are {', '.join(NAMES)}")
@@ -191,10 +191,24 @@ def build(name: str, seed: int = 0, **overrides: Any) -> tuple[Any, Any]:
     following = {key: multiple * heads for key, multiple in family.follows.items()}
     # The config class keeps and changes nested dicts, hence the copy.
     settings = copy.deepcopy(dict(family.settings) | following | overrides)
-    config = getattr(transformers, f"{family.stem}Config")(**settings)
+    return getattr(transformers, f"{family.stem}Config")(**settings)
+
+
+def config_fields(name: str, **overrides: Any) -> dict[str, Any]:
+    """What `save` would write as config.json of the tiny model of `config_of`."""
+    config = config_of(name, **overrides)
+    config.architectures = [f"{_FAMILIES[name].stem}ForCausalLM"]
+    return json.loads(config.to_json_string())
+
+
+def build(name: str, seed: int = 0, **overrides: Any) -> tuple[Any, Any]:
+    """A tiny model of family `name` with random weights: `(config, model)`; see `config_of`."""
+    config = config_of(name, **overrides)
+    import transformers
+
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
-    model_class = getattr(transformers, f"{family.stem}ForCausalLM")
+    model_class = getattr(transformers, f"{_FAMILIES[name].stem}ForCausalLM")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config).float().eval()
