@@ -11,7 +11,7 @@ one of them.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,17 @@ from funcinfer.kvcache.batch import Batch, RopeTables, Step, prepare
 from funcinfer.layers import primitives as ops
 from funcinfer.layers.embedding import embed, embedding_specs, lm_head, lm_head_specs, take_rows
 from funcinfer.layers.rope import Rope, rope_tables
+from funcinfer.models.pipeline import (
+    Blank,
+    blank_logits,
+    blank_stream,
+    from_last_stage,
+    of_layers,
+    on_first_stage,
+    on_last_stage,
+    stage_layers,
+    through_stages,
+)
 from funcinfer.sharding import P, Rules
 from funcinfer.spec import ParamSpec, ones
 from funcinfer.tree import pytree
@@ -29,7 +40,8 @@ Params = dict[str, Any]
 Cache = dict[str, Any]
 Shared = Mapping[str, Any]
 State = tuple[Cache, Shared]
-Branch = Callable[[torch.Tensor], tuple[torch.Tensor, State]]
+Joined = tuple[torch.Tensor, State]
+Branch = Callable[[torch.Tensor], Joined]
 
 
 @dataclass(frozen=True)
@@ -42,12 +54,17 @@ class Sublayer:
     must not write. `shared` holds tensors of this step that later layers read; give back
     `{**shared, name: value}`. `cache_specs(num_pages, page_size)` is a dict of cache pytrees of
     ParamSpec.
+
+    `takes` names what is read of `shared`, and `gives` what is left there, each with a function
+    `(u, step) -> tensor` of the same shape and dtype: pipeline stages hand on what these name.
     """
 
     specs: Any
     apply: Callable[..., tuple[torch.Tensor, Cache, Shared]]
     cache_specs: Callable[[int, int], Cache] = lambda num_pages, page_size: {}
     reads: tuple[str, ...] = ()
+    takes: tuple[str, ...] = ()
+    gives: Mapping[str, Blank] = field(default_factory=dict)
 
 
 def pure(f: Callable[..., torch.Tensor], specs: Any) -> Sublayer:
@@ -81,7 +98,7 @@ def cached(
     return Sublayer(specs, apply, lambda pages, size: {"kv": cache_specs(pages, size)})
 
 
-def residual(p: Params, x: torch.Tensor, branch: Branch) -> tuple[torch.Tensor, State]:
+def residual(p: Params, x: torch.Tensor, branch: Branch) -> Joined:
     """The plain connection: x + sublayer(norm(x))."""
     y, state = branch(x)
     return x + y, state
@@ -97,7 +114,7 @@ class Layer:
     """
 
     sublayers: Mapping[str, Sublayer]
-    connect: Callable[[Params, torch.Tensor, Branch], tuple[torch.Tensor, State]] = residual
+    connect: Callable[[Params, torch.Tensor, Branch], Joined] = residual
 
     def replace(self, **sublayers: Sublayer) -> "Layer":
         """The layer with some sublayers replaced; ValueError for a name that it does not have."""
@@ -170,30 +187,39 @@ def norm_specs(embed_dim: int) -> ParamSpec:
 def decoder_specs(decoder: Decoder) -> Params:
     """The parameters: `embed`, `layers` (a list), `norm`, and `head` where it is not tied to
     `embed`.
+
+    What is not of a layer goes with the first one or, as head and drafts do, with the last one.
     """
+    V, D, count = decoder.vocab_size, decoder.embed_dim, max(len(decoder.layers), 1)
+    last = count - 1
+    readers = (0, last) if decoder.tied_head or decoder.drafts else (0,)
     specs: Params = dict(
-        embed=embedding_specs(decoder.vocab_size, decoder.embed_dim),
-        layers=[_layer_specs(layer, decoder.embed_dim) for layer in decoder.layers],
-        norm=norm_specs(decoder.embed_dim),
+        embed=of_layers(embedding_specs(V, D), count, *readers),
+        layers=[
+            of_layers(_layer_specs(layer, D), count, i) for i, layer in enumerate(decoder.layers)
+        ],
+        norm=of_layers(norm_specs(D), count, last),
     )
     if not decoder.tied_head:
-        specs["head"] = lm_head_specs(decoder.vocab_size, decoder.embed_dim)
+        specs["head"] = of_layers(lm_head_specs(V, D), count, last)
     if decoder.drafts:
-        specs["mtp"] = [_draft_specs(draft, decoder.embed_dim) for draft in decoder.drafts]
+        drafts = [_draft_specs(draft, D) for draft in decoder.drafts]
+        specs["mtp"] = of_layers(drafts, count, last)
     return specs
 
 
 def cache_specs(decoder: Decoder, num_pages: int, page_size: int) -> Cache:
-    """The caches of all layers: `layers.{index}.{name}` -> cache pytree of ParamSpec.
+    """The caches of all layers: `layers.{index}.{sublayer}.{name}` -> cache pytree of ParamSpec.
 
-    Those of drafts are `mtp.{index}.{name}`.
+    Those of drafts begin with `mtp.{index}`.
     """
-    layers = [(layer_prefix(i), layer) for i, layer in enumerate(decoder.layers)]
-    layers += [(draft_prefix(i), draft.layer) for i, draft in enumerate(decoder.drafts)]
+    count = max(len(decoder.layers), 1)
+    layers = [(i, layer_prefix(i), layer) for i, layer in enumerate(decoder.layers)]
+    layers += [(count - 1, draft_prefix(i), d.layer) for i, d in enumerate(decoder.drafts)]
     return {
-        prefix + name: entry
-        for prefix, layer in layers
-        for sublayer in layer.sublayers.values()
+        f"{prefix}{sublayer_name}.{name}": of_layers(entry, count, index)
+        for index, prefix, layer in layers
+        for sublayer_name, sublayer in layer.sublayers.items()
         for name, entry in sublayer.cache_specs(num_pages, page_size).items()
     }
 
@@ -216,14 +242,36 @@ def forward(
     verification, under any legal rules.
     """
     step = prepare(batch, rules=rules, rope=rope_of(decoder, length), interleave=interleave)
-    x_TD = embed(params["embed"], batch.tokens, rules=rules)
-    state: State = (cache, {})
-    norm = partial(decoder.norm, eps=decoder.norm_eps)
-    for index, (layer, p) in enumerate(zip(decoder.layers, params["layers"], strict=True)):
-        prefix = layer_prefix(index)
-        x_TD, state = run_layer(layer, prefix, p, x_TD, state, step, rules=rules, norm=norm)
-    hidden_TD = norm(x_TD, params["norm"])
-    return Output(head(decoder, params, hidden_TD, batch, rules=rules), hidden_TD), state[0]
+    if on_first_stage(rules):
+        x_TD = embed(params["embed"], batch.tokens, rules=rules)
+    else:
+        x_TD = blank_stream(_first_norm(decoder, params, rules), step, rules=rules)
+    run = partial(run_layers, decoder, params, step=step, rules=rules)
+    x_TD, (cache, _) = through_stages(run, x_TD, (cache, {}), decoder.layers, step, rules=rules)
+    return finish(decoder, params, x_TD, params["norm"], batch, rules=rules), cache
+
+
+def finish(
+    decoder: Decoder,
+    params: Params,
+    x_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    batch: Batch,
+    *,
+    rules: Rules,
+) -> Output:
+    """The Output of the last layer's `x`, on every stage: the norm of weight `weight_D`, the head.
+
+    On stages before the last, `x` and the weight are not looked at, but for the shape of `x`.
+    """
+    if on_last_stage(rules):
+        hidden_TD = decoder.norm(x_TD, weight_D, eps=decoder.norm_eps)
+        logits_LV = head(decoder, params, hidden_TD, batch, rules=rules)
+    else:
+        hidden_TD = torch.zeros_like(x_TD)
+        logits_LV = blank_logits(x_TD, batch.out, decoder.vocab_size, rules=rules)
+    logits_LV = from_last_stage(logits_LV, rules=rules)
+    return Output(logits_LV, from_last_stage(hidden_TD, rules=rules))
 
 
 def head(
@@ -246,6 +294,18 @@ def rope_of(decoder: Decoder, length: int | None, shift: int = 0) -> RopeTables:
     return rope
 
 
+def run_layers(
+    decoder: Decoder, params: Params, x: torch.Tensor, state: State, *, step: Step, rules: Rules
+) -> Joined:
+    """The layers of this rank's stage, in order; all of them where layers are not shared."""
+    norm = partial(decoder.norm, eps=decoder.norm_eps)
+    mine = stage_layers(len(decoder.layers), rules=rules)
+    for i, (layer, p) in enumerate(zip(decoder.layers, params["layers"], strict=True)):
+        if i in mine:
+            x, state = run_layer(layer, layer_prefix(i), p, x, state, step, rules=rules, norm=norm)
+    return x, state
+
+
 def run_layer(
     layer: Layer,
     prefix: str,
@@ -256,21 +316,23 @@ def run_layer(
     *,
     rules: Rules,
     norm: Callable[..., torch.Tensor],
-) -> tuple[torch.Tensor, State]:
-    """One layer: its sublayers in order, each with the cache entries whose names begin with
-    `prefix`.
+) -> Joined:
+    """One layer: its sublayers in order, each with its own cache entries.
+
+    The entries of sublayer `attn` have names that begin with `{prefix}attn.`.
     """
     for name, sublayer in layer.sublayers.items():
-
+        # The annotations are names: torch.compile does not trace `tuple[...]` of a nested function.
         def branch(
             u: torch.Tensor, name: str = name, sublayer: Sublayer = sublayer, state: State = state
-        ) -> tuple[torch.Tensor, State]:
-            u = norm(u, p[f"{name}_norm"])
+        ) -> Joined:
             cache, shared = state
-            own = {k.removeprefix(prefix): v for k, v in cache.items() if k.startswith(prefix)}
+            start = f"{prefix}{name}."
+            own = {k.removeprefix(start): v for k, v in cache.items() if k.startswith(start)}
             read = {k: cache[k] for k in sublayer.reads}
+            u = norm(u, p[f"{name}_norm"])
             y, new, shared = sublayer.apply(p[name], u, {**own, **read}, step, shared, rules=rules)
-            return y, ({**cache, **{prefix + k: new[k] for k in own}}, shared)
+            return y, ({**cache, **{start + k: new[k] for k in own}}, shared)
 
         x, state = layer.connect(p, x, branch)
     return x, state
@@ -284,6 +346,12 @@ def layer_prefix(index: int) -> str:
 def draft_prefix(index: int) -> str:
     """What the names of a draft's cache entries begin with."""
     return f"mtp.{index}."
+
+
+def _first_norm(decoder: Decoder, params: Params, rules: Rules) -> torch.Tensor:
+    """The weight of the first norm of this rank's stage."""
+    first = stage_layers(len(decoder.layers), rules=rules)[0]
+    return params["layers"][first][f"{next(iter(decoder.layers[first].sublayers))}_norm"]
 
 
 def _layer_specs(layer: Layer, embed_dim: int) -> Params:
