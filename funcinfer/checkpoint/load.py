@@ -83,7 +83,8 @@ def load_ranks(
 ) -> list[Any]:
     """The parameters at each of `coords`, by default of all ranks: the locals of ThreadRanks.
 
-    As `load_params`. A block that several ranks hold is read once, and they share the tensor.
+    As `load_params`. A block that several ranks hold is read once, and they share the tensor; a
+    leaf of another pipeline stage is None, and nothing of it is read.
     """
     if threads < 1:
         raise ValueError(f"threads={threads}: at least 1 is needed")
@@ -92,24 +93,34 @@ def load_ranks(
     boxes = [_boxes(leaves, mesh, rules, coord) for coord in coords]
     entries = read_entries(folder)
     leaves = match(folder, leaves, name_map, entries)
-    jobs = dict.fromkeys((i, box) for of_rank in boxes for i, box in enumerate(of_rank))
+    jobs = dict.fromkeys(
+        (i, box) for of_rank in boxes for i, box in enumerate(of_rank) if box is not None
+    )
     total = sum(_nbytes(leaves[i].spec, box) for i, box in jobs)
     with _progress(total, progress) as advance:
         made = _read_all(Reader(entries), leaves, jobs, torch.device(device), threads, advance)
     structure = tree_flatten(specs, is_leaf=is_spec)[1]
-    return [tree_unflatten([made[job] for job in enumerate(b)], structure) for b in boxes]
+    return [
+        tree_unflatten(
+            [None if b is None else made[i, b] for i, b in enumerate(of_rank)], structure
+        )
+        for of_rank in boxes
+    ]
 
 
-def _boxes(leaves: list[Leaf], mesh: Mesh, rules: Rules, coord: Coord) -> list[Box]:
-    """The range of each dim of each leaf that a rank holds."""
+def _boxes(leaves: list[Leaf], mesh: Mesh, rules: Rules, coord: Coord) -> list[Box | None]:
+    """The range of each dim of each leaf that a rank holds; None for one of another stage."""
     if set(coord) != set(mesh.names) or any(not 0 <= coord[a] < mesh.size(a) for a in mesh.names):
         raise ValueError(
             f"coord {dict(coord)} is none of {mesh!r}: give each axis an index below its size"
         )
-    boxes = []
+    boxes: list[Box | None] = []
     for leaf in leaves:
-        layout = rules.spec(*leaf.spec.axes)
+        layout = rules.layout(leaf.spec)
         shape = mesh.local_shape(leaf.spec.shape, layout, leaf.path)
+        if not mesh.holds(layout, coord):
+            boxes.append(None)
+            continue
         places = (mesh.index(axis, coord) for axis in layout)
         boxes.append(tuple((i * n, i * n + n) for i, n in zip(places, shape, strict=True)))
     return boxes

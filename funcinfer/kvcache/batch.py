@@ -52,6 +52,7 @@ class Step:
     `tokens`, `positions`, `k_rope` are in the tokens layout; `q_positions`, `q_rope` in q_tokens;
     `rows`, `lo`, `hi` in q_tokens less page_tokens, where attention runs; `slots` are local, and so
     are `index_slots`, of caches that index_page_tokens deals; cos and sin are [T, rotary_dim / 2].
+    `page_size` counts tokens of a request.
     """
 
     tokens: torch.Tensor
@@ -66,6 +67,7 @@ class Step:
     kv_lens: torch.Tensor
     k_rope: Tables
     q_rope: Tables
+    page_size: int = static()
     interleave: int = static()
 
 
@@ -112,6 +114,7 @@ def prepare(batch: Batch, *, rules: Rules, rope: RopeTables, interleave: int = 1
         kv_lens=batch.kv_lens,
         k_rope=rope(batch.positions),
         q_rope=rope(q_positions),
+        page_size=batch.page_size,
         interleave=interleave,
     )
 

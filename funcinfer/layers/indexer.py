@@ -135,6 +135,12 @@ def select(
     return reshard(chosen_TK, P(q_tokens, None), P(attend, None)), keys
 
 
+def no_selection(x: torch.Tensor, step: Step, *, cfg: IndexerConfig) -> torch.Tensor:
+    """A choice of nothing, of the shape, dtype and layout of what `select` chooses: all -1."""
+    K = min(cfg.topk, step.page_table.shape[1] * step.page_size)
+    return step.rows.new_full((step.rows.shape[0], K), -1)
+
+
 def local_selection(chosen_TK: torch.Tensor, step: Step, *, rules: Rules) -> torch.Tensor:
     """The chosen positions as they are counted in this rank's pages; those of other ranks are -1.
 

@@ -7,6 +7,7 @@ T tokens, D model width. A row of position i carries the token of position i + 1
 model's hidden state of position i, after its final norm. Its RoPE position is i + 1, its KV row
 the slot of position i in a cache of the module's own, so page table, slots and visibility are
 those of the main model's batch. Chained drafts feed h' and the drafted token to the next module.
+Of pipeline stages, the last one runs them.
 Source: DeepSeek-V3 technical report, section 2.2; transformers' MtpModel.
 """
 
@@ -20,10 +21,11 @@ from funcinfer.models.decoder import (
     Output,
     Params,
     draft_prefix,
-    head,
+    finish,
     rope_of,
     run_layer,
 )
+from funcinfer.models.pipeline import on_last_stage
 from funcinfer.sharding import P, Rules, reshard
 
 
@@ -61,21 +63,22 @@ def draft(
     def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return decoder.norm(x, weight, eps=decoder.norm_eps)
 
-    e_TD = embed(params["embed"], batch.tokens, rules=rules)
-    if module.zero_first:
-        positions_T = reshard(batch.positions, P(rules["tokens"]), P(rules["residual_tokens"]))
-        e_TD = torch.where(positions_T[:, None] == 0, 0, e_TD)
-    joined_TCD = torch.stack([norm(e_TD, p["enorm"]), norm(hidden_TD, p["hnorm"])], 1)
-    x_TD = torch.einsum("tcd,ecd->te", joined_TCD, p["eh_proj"])
-    x_TD, (cache, _) = run_layer(
-        module.layer,
-        draft_prefix(index),
-        p["layer"],
-        x_TD,
-        (cache, {}),
-        step,
-        rules=rules,
-        norm=norm,
-    )
-    hidden_TD = norm(x_TD, p["norm"])
-    return Output(head(decoder, params, hidden_TD, batch, rules=rules), hidden_TD), cache
+    x_TD = hidden_TD
+    if on_last_stage(rules):
+        e_TD = embed(params["embed"], batch.tokens, rules=rules)
+        if module.zero_first:
+            positions_T = reshard(batch.positions, P(rules["tokens"]), P(rules["residual_tokens"]))
+            e_TD = torch.where(positions_T[:, None] == 0, 0, e_TD)
+        joined_TCD = torch.stack([norm(e_TD, p["enorm"]), norm(hidden_TD, p["hnorm"])], 1)
+        x_TD = torch.einsum("tcd,ecd->te", joined_TCD, p["eh_proj"])
+        x_TD, (cache, _) = run_layer(
+            module.layer,
+            draft_prefix(index),
+            p["layer"],
+            x_TD,
+            (cache, {}),
+            step,
+            rules=rules,
+            norm=norm,
+        )
+    return finish(decoder, params, x_TD, p["norm"], batch, rules=rules), cache

@@ -13,8 +13,9 @@ from typing import Any
 from funcinfer.checkpoint import NameMap
 from funcinfer.hf_config import HFConfig
 from funcinfer.layers import primitives as ops
-from funcinfer.layers.indexer import IndexerConfig, indexer_cache_specs
+from funcinfer.layers.indexer import IndexerConfig, indexer_cache_specs, no_selection
 from funcinfer.layers.mla import (
+    SELECTION,
     MLAConfig,
     mla,
     mla_cache_specs,
@@ -101,14 +102,16 @@ def attention_sublayer(cfg: Config, selects: bool) -> Sublayer:
         return cached(partial(mla, cfg=attention), mla_specs(attention), kv_specs)
     if not selects:
         apply = partial(shared_sparse_mla, cfg=attention)
-        return Sublayer(mla_specs(attention), apply, lambda n, size: {"kv": kv_specs(n, size)})
+        specs = mla_specs(attention)
+        return Sublayer(specs, apply, lambda n, size: {"kv": kv_specs(n, size)}, takes=(SELECTION,))
 
     def caches(num_pages: int, page_size: int) -> Cache:
         keys = indexer_cache_specs(index, num_pages, page_size)
         return {"kv": kv_specs(num_pages, page_size), "index": keys}
 
     apply = partial(sparse_mla, cfg=attention, index=index)
-    return Sublayer(sparse_mla_specs(attention, index), apply, caches)
+    specs = sparse_mla_specs(attention, index)
+    return Sublayer(specs, apply, caches, gives={SELECTION: partial(no_selection, cfg=index)})
 
 
 def read_config(fields: HFConfig, config: Mapping[str, Any], **differences: Any) -> Config:

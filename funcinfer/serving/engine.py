@@ -108,7 +108,10 @@ class Engine:
             for freed in self._freed
         ]
         fill = float("nan") if poison else 0.0
-        self.caches = [model.local_cache(num_pages, page_size, fill=fill) for _ in model.shards]
+        self.caches = [
+            model.local_cache(num_pages, page_size, fill=fill, coord=coord)
+            for coord in model.runner.coords
+        ]
         self.live: dict[Hashable, Completion] = {}
         self._group: dict[Hashable, int] = {}
         self._ended: list[Completion] = []  # those that no step has returned yet
@@ -300,7 +303,8 @@ class Engine:
         def fill(cache: dict) -> None:
             pages = torch.tensor(freed[axis_index(requests)], dtype=torch.int64)
             for leaf in tree_leaves(cache):
-                leaf[pages.to(leaf.device)] = float("nan")
+                if leaf is not None:  # it is of this pipeline stage
+                    leaf[pages.to(leaf.device)] = float("nan")
 
         self.model.runner.run(fill, self.caches)
         for pages in self._freed:

@@ -18,6 +18,7 @@ from funcinfer.models.decoder import Cache, Output, Params, output_specs
 from funcinfer.serving.sampling import SamplingParams
 from funcinfer.serving.steps import ModelFns
 from funcinfer.sharding import Mesh, Ranks, Rules, ThreadRanks, drop, pad, token_multiple
+from funcinfer.sharding.mesh import Coord
 from funcinfer.spec import ParamSpec, is_spec, with_dtype
 from funcinfer.tree import align, leaves_with_path, tree_leaves, tree_map
 
@@ -94,12 +95,12 @@ class Model:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the embedding, which is that of activations and caches."""
-        return self._embedding.dtype
+        return self._some_weight.dtype
 
     @property
     def device(self) -> torch.device:
         """The device of the parameters."""
-        return self._embedding.device
+        return self._some_weight.device
 
     @property
     def page_size(self) -> int:
@@ -113,16 +114,25 @@ class Model:
         """The number of requests groups: data-parallel parts that hold requests of their own."""
         return self.mesh.size(self.rules["requests"])
 
-    def local_cache(self, num_pages: int, page_size: int, *, fill: float = 0.0) -> Cache:
+    def local_cache(
+        self, num_pages: int, page_size: int, *, fill: float = 0.0, coord: Coord | None = None
+    ) -> Cache:
         """One rank's part of a cache of `num_pages` pages for each requests group, filled with
         `fill`.
+
+        The rank is that at `coord`, by default the first of this process. None stands for what is
+        of another pipeline stage.
         """
         specs = self.fns.cache_specs(num_pages * self.num_groups, page_size)
+        coord = self.runner.coords[0] if coord is None else coord
 
-        def make(s: ParamSpec) -> torch.Tensor:
-            shape = self.mesh.local_shape(s.shape, self.rules.spec(*s.axes))
+        def make(s: ParamSpec) -> torch.Tensor | None:
+            layout = self.rules.layout(s)
+            if not self.mesh.holds(layout, coord):
+                return None
+            shape = self.mesh.local_shape(s.shape, layout)
             # Made from a parameter, so that torch.func.vmap over parameters reaches the cache.
-            return self._embedding.new_full(shape, fill, dtype=s.dtype)
+            return self._some_weight.new_full(shape, fill, dtype=s.dtype)
 
         return tree_map(make, with_dtype(specs, self.dtype), is_leaf=is_spec)
 
@@ -174,7 +184,7 @@ class Model:
             )
         (B, T), sequences = tokens_BT.shape, tokens_BT.tolist()
         if B == 0 or T == 0:
-            return self._embedding.new_empty(B, T, vocab_size)
+            return self._some_weight.new_empty(B, T, vocab_size)
         if bad := [t for tokens in sequences for t in tokens if not 0 <= t < vocab_size]:
             raise ValueError(f"token {bad[0]} is outside of the vocabulary, 0 to {vocab_size - 1}")
         # Groups are of one size; what is missing in the last ones is filled with the last sequence.
@@ -186,7 +196,8 @@ class Model:
         ]
         groups = [rows[i : i + per_group] for i in range(0, len(rows), per_group)]
         batch = self.place(groups, page_size=self.page_size, decode=False)
-        caches = [self.local_cache(1 + per_group * pages, self.page_size) for _ in self.shards]
+        num_pages, size = 1 + per_group * pages, self.page_size
+        caches = [self.local_cache(num_pages, size, coord=c) for c in self.runner.coords]
         outs, _ = self.step(caches, batch)
         return self.join_logits(outs).unflatten(0, (-1, T))[:B, :, :vocab_size]
 
@@ -202,9 +213,14 @@ class Model:
         engine = Engine.sized_for(self, prompts, sampling)
         return [completion.tokens for completion in engine.generate(prompts, sampling)]
 
-    @property
-    def _embedding(self) -> torch.Tensor:
-        return tree_leaves(self.params["embed"])[0]
+    @cached_property
+    def _some_weight(self) -> torch.Tensor:
+        """A parameter of the embedding's dtype: the embedding itself, where its stage is here."""
+        pairs = leaves_with_path(self.specs, is_leaf=is_spec)
+        values = align(self.params, [path for path, _ in pairs], what="params")
+        plain = tree_leaves(self.specs["embed"], is_leaf=is_spec)[0].dtype
+        found = zip(pairs, values, strict=True)
+        return next(x for (_, s), x in found if x is not None and s.dtype == plain)
 
     @property
     def _holds_all(self) -> bool:
@@ -218,10 +234,14 @@ class Model:
         specs = leaves_with_path(self.specs, is_leaf=is_spec)
         values = align(self.params, [path for path, _ in specs], what="params")
         for (path, s), value in zip(specs, values, strict=True):
-            layout = self.rules.spec(*s.axes)
-            shape = s.shape if self._holds_all else self.mesh.local_shape(s.shape, layout)
-            if tuple(value.shape) != shape:
+            layout, shape = self.rules.layout(s), s.shape
+            if not self._holds_all:
+                shape = self.mesh.local_shape(s.shape, layout)
+                if not self.mesh.holds(layout, self.runner.coords[0]):
+                    shape = None
+            given = None if value is None else tuple(value.shape)
+            if given != shape:
                 raise ValueError(
-                    f"params.{path} has shape {tuple(value.shape)} where its spec, padded for"
-                    f" {self.mesh!r}, has {shape}"
+                    f"params.{path} has shape {given} where its spec, padded for {self.mesh!r},"
+                    f" has {shape} (None: it is of another pipeline stage)"
                 )

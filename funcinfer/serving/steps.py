@@ -3,7 +3,7 @@ rules.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from funcinfer.models.decoder import (
     forward,
 )
 from funcinfer.models.draft import draft
-from funcinfer.sharding import Mesh, Rules
+from funcinfer.sharding import Mesh, Rules, names
 from funcinfer.spec import ParamSpec, is_spec
 from funcinfer.tree import leaves_with_path
 
@@ -45,6 +45,7 @@ class ModelFns:
     prefill_rules: Rules
     decode_rules: Rules
     interleave: int
+    decoder: Decoder = field(repr=False)
 
     def check(self, mesh: Mesh, *, page_size: int, specs: Params | None = None) -> None:
         """ValueError where either set of rules can't lay out parameters and caches on `mesh`.
@@ -61,6 +62,7 @@ class ModelFns:
                         f"{rules[name]!r} of {mesh!r} times interleave {self.interleave}"
                     )
             rules.check([self.specs if specs is None else specs, caches], mesh)
+            _check_reads(self.decoder, mesh.size(rules["layers"]))
 
 
 def build(
@@ -104,20 +106,52 @@ def build(
         prefill_rules=prefill_rules,
         decode_rules=decode_rules,
         interleave=interleave,
+        decoder=decoder,
     )
+
+
+def _check_reads(decoder: Decoder, stages: int) -> None:
+    """ValueError where a layer would read the cache of a layer on another pipeline stage."""
+    caches = leaves_with_path(cache_specs(decoder, 1, 1), is_leaf=is_spec)
+    last = len(decoder.layers) - 1
+    layers = [*enumerate(decoder.layers), *((last, d.layer) for d in decoder.drafts)]
+    links = [
+        (index, name, s.member)
+        for index, layer in layers
+        for sublayer in layer.sublayers.values()
+        for name in sublayer.reads
+        for path, s in caches
+        if path == name or path.startswith(f"{name}.")
+    ]
+
+    def cut(n: int) -> list[str]:
+        return [
+            f"layer {index} reads {name!r}"
+            for index, name, member in links
+            if index * n // member.count not in member.stages(n)
+        ]
+
+    if found := list(dict.fromkeys(cut(stages))):
+        fine = [str(n) for n in range(1, last + 2) if not cut(n)]
+        raise ValueError(
+            f"{stages} pipeline stages part caches from their readers: {'; '.join(found)}."
+            f" These layers can be cut into {', '.join(fine)} stages"
+        )
 
 
 def _same_layout(specs: Any, prefill: Rules, decode: Rules) -> None:
     for path, s in leaves_with_path(specs, is_leaf=is_spec):
-        if prefill.spec(*s.axes) != decode.spec(*s.axes):
+        if prefill.layout(s) != decode.layout(s):
             raise ValueError(_differs(path, s, prefill, decode))
 
 
 def _differs(path: str, s: ParamSpec, prefill: Rules, decode: Rules) -> str:
-    axis = next(a for a in s.axes if a is not None and prefill[a] != decode[a])
+    axes = [a for a in s.axes if a is not None]
+    axes += [] if s.member is None else names(s.member.axis)
+    axis = next(a for a in axes if prefill[a] != decode[a])
     return (
-        f"{path} would lie as {prefill.spec(*s.axes)!r} in prefill and as"
-        f" {decode.spec(*s.axes)!r} in decode: rule {axis} is {prefill[axis]!r} and"
+        f"{path} would lie as {prefill.layout(s)!r} in prefill and as"
+        f" {decode.layout(s)!r} in decode: rule {axis} is {prefill[axis]!r} and"
         f" {decode[axis]!r}. Only tokens, residual_tokens, q_tokens, o_tokens, moe_tokens and"
         " logits may differ between the phases"
     )

@@ -13,6 +13,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from funcinfer.kvcache.layout import pages_needed
 from funcinfer.models.decoder import Decoder, cache_specs, decoder_specs, output_specs
 from funcinfer.serving.steps import build
 from funcinfer.sharding import Axis, Mesh, Ranks, Rules, ThreadRanks, drop, pad, token_multiple
+from funcinfer.sharding.mesh import Coord
 from funcinfer.spec import ParamSpec, init, is_spec, pad_leaf, with_dtype
 from funcinfer.tree import map_with_path, tree_leaves, tree_map
 
@@ -135,11 +137,17 @@ class Runner:
         self.pages, num_pages = deal_pages(trace.lengths, self.num_groups, page_size)
         caches = cache_specs(decoder, num_pages * self.num_groups, page_size)
 
-        def poisoned(s: ParamSpec) -> torch.Tensor:
-            shape = mesh.local_shape(s.shape, rules.spec(*s.axes))
+        def poisoned(s: ParamSpec, coord: Coord) -> torch.Tensor | None:
+            layout = rules.layout(s)
+            if not mesh.holds(layout, coord):
+                return None
+            shape = mesh.local_shape(s.shape, layout)
             return torch.full(shape, NAN, dtype=torch.promote_types(s.dtype, dtype))
 
-        self.caches = [tree_map(poisoned, caches, is_leaf=is_spec) for _ in self.ranks.coords]
+        self.caches = [
+            tree_map(partial(poisoned, coord=coord), caches, is_leaf=is_spec)
+            for coord in self.ranks.coords
+        ]
 
     def place(
         self, decode: bool, counts: Counts, room: int = 0
