@@ -93,7 +93,7 @@ def project_out(
     residual = rules["residual_tokens"]
     dealt = longer(q_tokens, residual)
     o_TNV = reshard(o_TNV, P(q_tokens, rules["heads"], None), P(o_tokens, o_heads, None))
-    y_TD = torch.einsum("tnv,dnv->td", o_TNV, wo_DNV)
+    y_TD = ops.linear(o_TNV, wo_DNV, dims=2)
     y_TD = reduce_to(y_TD, o_heads, P(o_tokens, None), P(dealt, None))
     y_TD = reshard(y_TD, P(dealt, None), P(residual, None))
     return y_TD if bias_D is None else y_TD + bias_D

@@ -100,7 +100,7 @@ def no_norm(p: Params, x_TNH: torch.Tensor, which: str, *, rules: Rules) -> torc
 
 def project(p: Params, x_TD: torch.Tensor, which: str) -> torch.Tensor:
     """`x . w{which} + b{which}`, [T, heads, H]; the bias where the specs have one."""
-    y_TNH = torch.einsum("td,nhd->tnh", x_TD, p[f"w{which}"])
+    y_TNH = ops.linear(x_TD, p[f"w{which}"])
     return y_TNH + p[f"b{which}"] if f"b{which}" in p else y_TNH
 
 

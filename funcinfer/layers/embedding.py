@@ -9,6 +9,7 @@ embedding of Megatron-LM (Shoeybi et al., 2019).
 
 import torch
 
+from funcinfer.layers import primitives as ops
 from funcinfer.sharding import P, Rules, axis_index, drop, psum, reduce_to, reshard
 from funcinfer.spec import ParamSpec
 
@@ -67,7 +68,7 @@ def lm_head(
     """
     requests, vocab = rules["requests"], rules["vocab_out"]
     x_LD = reshard(x_LD, P(requests, None), P(drop(requests, vocab), None))
-    logits_LV = torch.einsum("ld,vd->lv", x_LD, w_VD)
+    logits_LV = ops.linear(x_LD, w_VD)
     size = w_VD.shape[0]
     column_V = axis_index(vocab) * size + torch.arange(size, device=w_VD.device)
     logits_LV = logits_LV.masked_fill(column_V >= vocab_size, -torch.inf)

@@ -69,7 +69,7 @@ def write_keys(
 ) -> IndexKeys:
     """The cache with the keys of this step's tokens; `x` in the residual_tokens layout."""
     tokens = rules["tokens"]
-    k_TH = torch.einsum("td,hd->th", x_TD, p["wk"])
+    k_TH = ops.linear(x_TD, p["wk"])
     k_TH = ops.layer_norm(k_TH, p["k_norm"], p["k_norm_bias"], eps=cfg.eps)
     k_TH = reshard(k_TH, P(rules["residual_tokens"], None), P(tokens, None))
     k_TH = cfg.rotate(k_TH, *step.k_rope)
@@ -93,9 +93,9 @@ def index_queries(
     q_tokens, heads = rules["q_tokens"], rules["index_heads"]
     less = drop(q_tokens, heads)
     a_TQ = reshard(a_TQ, P(q_tokens, None), P(less, None))
-    q_TIH = torch.einsum("tq,ihq->tih", a_TQ, p["wq"])
+    q_TIH = ops.linear(a_TQ, p["wq"])
     q_TIH = reshard(q_TIH, P(less, heads, None), P(q_tokens, None, None))
-    gate_TI = torch.einsum("td,id->ti", x_TD, p["weights"])
+    gate_TI = ops.linear(x_TD, p["weights"])
     gate_TI = reshard(gate_TI, P(rules["residual_tokens"], None), P(q_tokens, None))
     gate_TI = gate_TI.to(torch.promote_types(gate_TI.dtype, torch.float32))
     return cfg.rotate(q_TIH, *step.q_rope), gate_TI * (cfg.num_heads * cfg.head_dim) ** -0.5

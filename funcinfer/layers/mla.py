@@ -180,9 +180,9 @@ def mla_expanded(
     q_TNH, q_pe_TNE = _queries(p, _query_latent(p, x_TD, rules=rules, cfg=cfg), step, cfg=cfg)
     latents = gather_latents(cache, step.page_table, step.kv_lens)
     ckv_RSC, kpe_RSE = (x.to(x_TD.dtype) for x in latents)
-    k_RSNH = torch.einsum("rsc,nhc->rsnh", ckv_RSC, p["w_uk"])
+    k_RSNH = ops.linear(ckv_RSC, p["w_uk"])
     kpe_RSNE = kpe_RSE[:, :, None].expand(-1, -1, k_RSNH.shape[2], -1)
-    v_RSNV = torch.einsum("rsc,nvc->rsnv", ckv_RSC, p["w_uv"])
+    v_RSNV = ops.linear(ckv_RSC, p["w_uv"])
     pages = torch.arange(step.page_table.shape[0], device=x_TD.device)[:, None]  # one a request
     o_TNV, _ = ops.paged_attention(
         torch.cat([q_TNH, q_pe_TNE], -1),
@@ -283,7 +283,7 @@ def _queries(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(q [T, N, H], rotated q_pe [T, N, E]) of this rank's heads, in q_tokens."""
     w_NWQ = p["wq"] if cfg.q_lora is None else p["wq_b"]
-    q_TNW = torch.einsum("tq,nwq->tnw", a_TQ, w_NWQ)
+    q_TNW = ops.linear(a_TQ, w_NWQ)
     q_pe_TNE = cfg.rotate(q_TNW[..., cfg.nope_dim :], *step.q_rope)
     return q_TNW[..., : cfg.nope_dim], q_pe_TNE
 
@@ -327,5 +327,5 @@ def _attend_absorbed(
 
 def _project(p: Params, x_TD: torch.Tensor, which: str) -> torch.Tensor:
     """`x . w{which} + b{which}`; the bias where the specs have one."""
-    y_TF = torch.einsum("td,fd->tf", x_TD, p[f"w{which}"])
+    y_TF = ops.linear(x_TD, p[f"w{which}"])
     return y_TF + p[f"b{which}"] if f"b{which}" in p else y_TF

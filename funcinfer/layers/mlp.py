@@ -32,6 +32,6 @@ def mlp(p: dict[str, Any], x_TD: torch.Tensor, *, rules: Rules, axis: str = "mlp
     residual, width = rules["residual_tokens"], rules[axis]
     whole = P(drop(residual, width), None)
     x_TD = reshard(x_TD, P(residual, None), whole)
-    gate_TF, up_TF = torch.einsum("td,cfd->ctf", x_TD, p["gate_up"])
-    y_TD = torch.einsum("tf,df->td", ops.swiglu(gate_TF, up_TF), p["down"])
+    gate_TF, up_TF = ops.linear(x_TD, p["gate_up"]).unbind(-2)
+    y_TD = ops.linear(ops.swiglu(gate_TF, up_TF), p["down"])
     return reduce_to(y_TD, width, whole, P(residual, None))

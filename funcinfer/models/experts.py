@@ -2,9 +2,12 @@
 names.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
+
+import torch
 
 from funcinfer.checkpoint import Either, Source, Stack, Stored
 from funcinfer.layers.moe import Router, moe, moe_specs
@@ -18,6 +21,7 @@ from funcinfer.layers.router import (
 )
 from funcinfer.models.decoder import Sublayer, pure
 from funcinfer.models.names import Names, mlp_names, vector
+from funcinfer.spec import ParamSpec
 
 
 @dataclass(frozen=True)
@@ -75,10 +79,18 @@ def experts_sublayer(embed: int, experts: Experts) -> Sublayer:
         embed,
         experts.num_experts,
         experts.width,
-        router=biased_router_specs if experts.biased else router_specs,
+        router=_router_specs(experts),
         shared_width=experts.shared_width,
     )
     return pure(partial(moe, route=route_of(experts)), specs)
+
+
+def _router_specs(experts: Experts) -> Callable[[int, int], dict[str, ParamSpec]]:
+    """Biased routers and DeepSeek-V2's are float32 in a model of any dtype, as in transformers."""
+    if experts.biased:
+        return biased_router_specs
+    wide = experts.router == "softmax_group"
+    return partial(router_specs, dtype=torch.float32) if wide else router_specs
 
 
 @dataclass(frozen=True)

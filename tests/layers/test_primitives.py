@@ -1,5 +1,6 @@
 """Norms, activations, rotations and the choice of back end, against loops over floats."""
 
+import itertools
 import threading
 from types import SimpleNamespace
 
@@ -331,3 +332,26 @@ def test_rotation_shapes(x, cos, sin):
     for rotate, _ in ROTATIONS:
         with pytest.raises(ValueError, match=r"rotate_\w+: x of shape .* wanted x \[T, N, H\]"):
             rotate(x, cos, sin)
+
+
+@pytest.mark.parametrize(
+    ("out", "summed"), [((5,), (3,)), ((4, 2), (3,)), ((5,), (2, 3)), ((2, 3), (4, 5))]
+)
+def test_linear_equals_a_loop(out: tuple[int, ...], summed: tuple[int, ...]) -> None:
+    draws = torch.Generator().manual_seed(0)
+    x = torch.randn(7, *summed, generator=draws, dtype=torch.float64)
+    weight = torch.randn(*out, *summed, generator=draws, dtype=torch.float64)
+    y = ops.linear(x, weight, dims=len(summed))
+    assert y.shape == (7, *out)
+    for t in range(7):
+        for place in itertools.product(*map(range, out)):
+            wanted = sum(
+                float(x[(t, *i)]) * float(weight[(*place, *i)])
+                for i in itertools.product(*map(range, summed))
+            )
+            assert abs(float(y[(t, *place)]) - wanted) < 1e-12
+
+
+def test_linear_names_shapes_that_differ() -> None:
+    with pytest.raises(ValueError, match=r"x \(2, 3\) and weight \(4, 5\) differ in their last 1"):
+        ops.linear(torch.ones(2, 3), torch.ones(4, 5))

@@ -8,9 +8,9 @@ and dtypes as `reference`, which defines what is correct; it stands in `BACKENDS
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -29,6 +29,7 @@ __all__ = [
     "indexer_scores",
     "layer_norm",
     "lightning_indexer",
+    "linear",
     "merge_lse",
     "paged_attention",
     "paged_mla_attention",
@@ -43,6 +44,7 @@ __all__ = [
     "swiglu",
     "swiglu_clamped",
     "swiglu_oai",
+    "use_backend",
 ]
 
 _Params = ParamSpec("_Params")
@@ -52,36 +54,49 @@ BACKENDS: dict[str, ModuleType] = {"cpu": reference, "meta": reference, "cuda": 
 
 
 class _Choice(threading.local):
-    forced: bool = False
+    backend: Any = None
 
 
 _choice = _Choice()
 
 
 @contextmanager
-def force_reference() -> Iterator[None]:
+def use_backend(backend: Any) -> Iterator[None]:
+    """Run every primitive of this thread on `backend`, whatever the device.
+
+    It is a module with the names of `reference`, or any object that has them.
+
+    >>> from types import SimpleNamespace
+    >>> with use_backend(SimpleNamespace(rms=lambda x, *, eps: x.shape)):
+    ...     rms(torch.ones(1, 2), eps=0.0)
+    torch.Size([1, 2])
+    """
+    before = _choice.backend
+    _choice.backend = backend
+    try:
+        yield
+    finally:
+        _choice.backend = before
+
+
+def force_reference() -> AbstractContextManager[None]:
     """Run every primitive of this thread on the reference back end, whatever the device.
 
     >>> with force_reference():
     ...     rms(torch.ones(1, 2), eps=0.0)
     tensor([[1., 1.]])
     """
-    before = _choice.forced
-    _choice.forced = True
-    try:
-        yield
-    finally:
-        _choice.forced = before
+    return use_backend(reference)
 
 
-def _backend(first: object) -> ModuleType:
+def _backend(first: object) -> Any:
     if not isinstance(first, torch.Tensor):
         raise TypeError(
             f"a primitive's first argument is {type(first).__name__}; it must be the tensor whose "
             "device chooses the back end"
         )
-    if _choice.forced:
-        return reference
+    if _choice.backend is not None:
+        return _choice.backend
     device = first.device.type
     if device not in BACKENDS:
         raise ValueError(
@@ -108,6 +123,7 @@ rms_norm = _op(reference.rms_norm)
 rms_norm_fp32_weight = _op(reference.rms_norm_fp32_weight)
 rms_norm_one_plus = _op(reference.rms_norm_one_plus)
 layer_norm = _op(reference.layer_norm)
+linear = _op(reference.linear)
 swiglu = _op(reference.swiglu)
 swiglu_clamped = _op(reference.swiglu_clamped)
 swiglu_oai = _op(reference.swiglu_oai)

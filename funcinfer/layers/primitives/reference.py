@@ -3,6 +3,7 @@
     rms         y[T, D] = x / sqrt(mean_D(x^2) + eps)                    (Zhang & Sennrich 2019)
     layer_norm  y[T, D] = (x - mean_D x) / sqrt(var_D x + eps) * w + b   (Ba et al. 2016)
     swiglu      y[T, F] = silu(gate[T, F]) * up[T, F]                    (Shazeer 2020)
+    linear      y[T, *out] = sum_in x[T, *in] w[*out, *in]
     rotate_*    (a, b) -> (a cos - b sin, b cos + a sin) on pairs of H   (Su et al. 2021)
 
 "fp32 inside" means `promote_types(x.dtype, float32)`: half precision is computed in float32, and
@@ -33,6 +34,7 @@ __all__ = [
     "indexer_scores",
     "layer_norm",
     "lightning_indexer",
+    "linear",
     "merge_lse",
     "paged_attention",
     "paged_mla_attention",
@@ -48,6 +50,29 @@ __all__ = [
     "swiglu_clamped",
     "swiglu_oai",
 ]
+
+
+def linear(x: Tensor, weight: Tensor, *, dims: int = 1) -> Tensor:
+    """The products of x [..., *in] and a weight [*out, *in], summed over its last `dims` dims.
+
+    Weights keep the checkpoint's order with dims unfolded, as (heads, width, model width); the sum
+    runs as one matrix product, which a CPU does up to 50 times faster in bfloat16 than an einsum.
+    ValueError where the summed dims differ.
+
+    >>> linear(torch.ones(2, 3), torch.ones(4, 5, 3)).shape
+    torch.Size([2, 4, 5])
+    >>> linear(torch.ones(2, 4, 5), torch.ones(3, 4, 5), dims=2).shape
+    torch.Size([2, 3])
+    """
+    if x.shape[x.ndim - dims :] != weight.shape[weight.ndim - dims :]:
+        raise ValueError(
+            f"linear: x {tuple(x.shape)} and weight {tuple(weight.shape)} differ in their last"
+            f" {dims} dims, over which the sum runs"
+        )
+    out = weight.shape[: weight.ndim - dims]
+    matrix = weight.flatten(weight.ndim - dims).flatten(0, len(out) - 1)
+    y = torch.nn.functional.linear(x.flatten(x.ndim - dims), matrix)
+    return y.unflatten(-1, out)
 
 
 def _wide(x: Tensor) -> Tensor:
