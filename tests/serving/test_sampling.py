@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
+from funcinfer.serving.params import SamplingParams
+from funcinfer.serving.processors import processed_probabilities
 from funcinfer.serving.sampling import (
     RowParams,
-    SamplingParams,
     choose,
     draw,
     fresh_seed,
-    processed_probabilities,
     sample,
     stack_params,
     uniform,
@@ -23,8 +23,10 @@ INF, NAN = math.inf, math.nan
 F64 = torch.float64
 
 
-def scalar_law(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
-    """Temperature, then top-k, then top-p, one row in plain floats."""
+def scalar_law(
+    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float = 0.0
+) -> list[float]:
+    """Temperature, then top-k, then top-p, then min-p, one row in plain floats."""
     ranked = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
     if temperature == 0:
         return [float(i == ranked[0]) for i in range(len(logits))]
@@ -41,8 +43,11 @@ def scalar_law(logits: list[float], temperature: float, top_k: int, top_p: float
             kept.append(i)
             reached += weights[i] / mass
         ranked = kept
-        mass = sum(weights[i] for i in ranked)
-    return [weights[i] / mass if i in ranked else 0.0 for i in range(len(logits))]
+    largest = max(weights)
+    ranked = [i for i in ranked if weights[i] >= min_p * largest]
+    mass = sum(weights[i] for i in ranked)
+    possible = set(ranked)
+    return [weights[i] / mass if i in possible else 0.0 for i in range(len(logits))]
 
 
 def rows(*values, dtype=F64) -> torch.Tensor:
@@ -50,7 +55,12 @@ def rows(*values, dtype=F64) -> torch.Tensor:
 
 
 GRID = list(
-    itertools.product((0.0, 0.3, 1.0, 2.5), (0, 1, 2, 3, 5, 9), (0.0, 1e-8, 0.31, 0.6, 0.93, 1.0))
+    itertools.product(
+        (0.0, 0.3, 1.0, 2.5),
+        (0, 1, 2, 3, 5, 9),
+        (0.0, 1e-8, 0.31, 0.6, 0.93, 1.0),
+        (0.0, 0.17, 1.0),
+    )
 )
 
 
@@ -60,45 +70,46 @@ def grid_batch() -> tuple[torch.Tensor, ...]:
     logits_BV = torch.randn(len(GRID), 5, generator=generator, dtype=F64)
     logits_BV[::4, 3] = logits_BV[::4, 1]
     logits_BV[1::5, 2] = -INF
-    temperature, top_k, top_p = (list(column) for column in zip(*GRID, strict=True))
-    return logits_BV, rows(*temperature), torch.tensor(top_k), rows(*top_p)
+    temperature, top_k, top_p, min_p = (list(column) for column in zip(*GRID, strict=True))
+    return logits_BV, rows(*temperature), torch.tensor(top_k), rows(*top_p), rows(*min_p)
 
 
 def test_laws_equal_the_scalar_loop():
-    logits_BV, temperature_B, top_k_B, top_p_B = grid_batch()
-    law_BV = processed_probabilities(logits_BV, temperature_B, top_k_B, top_p_B)
+    arguments = grid_batch()
+    law_BV = processed_probabilities(*arguments)
     expected = [
-        scalar_law(row, *point) for row, point in zip(logits_BV.tolist(), GRID, strict=True)
+        scalar_law(row, *point) for row, point in zip(arguments[0].tolist(), GRID, strict=True)
     ]
     torch.testing.assert_close(law_BV, rows(*expected), rtol=0, atol=1e-14)
     assert ((law_BV == 0) == (rows(*expected) == 0)).all()
-    half = processed_probabilities(logits_BV.float(), temperature_B, top_k_B, top_p_B)
+    half = processed_probabilities(arguments[0].float(), *arguments[1:])
     assert half.dtype == torch.float32
     torch.testing.assert_close(half.double(), law_BV, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("alone", [False, True])
-def test_tokens_change_exactly_at_the_break_points_of_the_law(alone):
+def break_points(law: list[float]) -> list[tuple[float, int]]:
+    """Just inside both ends, and in the middle, of the interval of each possible token."""
+    edges = [0.0, *itertools.accumulate(law)]
+    return [
+        (u, token)
+        for token, (low, high) in enumerate(itertools.pairwise(edges))
+        if law[token] > 0
+        for u in (low + 1e-13, (low + high) / 2, high - 1e-13)
+    ]
+
+
+def test_tokens_change_exactly_at_the_break_points_of_the_law():
     """Around every value of the scalar distribution function; the interval lengths are the law."""
-    logits_BV, temperature_B, top_k_B, top_p_B = grid_batch()
-    for b, (logits, point) in enumerate(zip(logits_BV.tolist(), GRID, strict=True)):
-        law = scalar_law(logits, *point)
-        edges = [0.0, *itertools.accumulate(law)]
-        for token, (low, high) in enumerate(itertools.pairwise(edges)):
-            if law[token] == 0:
-                continue
-            for u in (low + 1e-13, (low + high) / 2, high - 1e-13):
-                uniforms_B = torch.full((len(GRID),), u, dtype=F64)
-                pick = slice(b, b + 1) if alone else slice(None)
-                tokens_B = sample(
-                    logits_BV[pick],
-                    temperature_B[pick],
-                    top_k_B[pick],
-                    top_p_B[pick],
-                    uniforms_B[pick],
-                )
-                assert tokens_B.dtype == torch.int64
-                assert tokens_B[0 if alone else b] == token
+    arguments = grid_batch()
+    points = [
+        break_points(scalar_law(logits, *point))
+        for logits, point in zip(arguments[0].tolist(), GRID, strict=True)
+    ]
+    for i in range(max(map(len, points))):
+        uniforms, expected = zip(*(row[i % len(row)] for row in points), strict=True)
+        tokens_B = sample(*arguments, uniforms_B=rows(*uniforms))
+        assert tokens_B.dtype == torch.int64
+        assert tokens_B.tolist() == list(expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
@@ -143,7 +154,7 @@ def test_ties_go_to_the_lowest_id(dtype):
     logits_BV = rows([1.0, 4.0, 4.0, 0.0, 4.0], [2.0] * 5, [0.0, 0.0, 0.0, 0.0, 1.0], dtype=dtype)
     assert sample(logits_BV).tolist() == [1, 0, 4]
     zeros, last = torch.zeros(3), torch.full((3,), 0.999)
-    assert sample(logits_BV, zeros, None, None, last).tolist() == [1, 0, 4]
+    assert sample(logits_BV, zeros, uniforms_B=last).tolist() == [1, 0, 4]
     law_BV = processed_probabilities(logits_BV, torch.ones(3), torch.full((3,), 2))
     assert [row.nonzero().flatten().tolist() for row in law_BV] == [[1, 2], [0, 1], [0, 4]]
     law_BV = processed_probabilities(logits_BV[1:2], torch.ones(1), None, torch.tensor([0.5]))
@@ -155,7 +166,7 @@ def test_ties_go_to_the_lowest_id(dtype):
 def test_a_tiny_top_p_is_the_argmax(dtype, top_p):
     logits_BV = torch.randn(7, 101, generator=torch.Generator().manual_seed(1)).to(dtype)
     top_p_B, uniforms_B = torch.full((7,), top_p), torch.linspace(0, 0.999, 7)
-    tokens_B = sample(logits_BV, torch.full((7,), 0.7), None, top_p_B, uniforms_B)
+    tokens_B = sample(logits_BV, torch.full((7,), 0.7), top_p_B=top_p_B, uniforms_B=uniforms_B)
     assert torch.equal(tokens_B, logits_BV.argmax(-1))
 
 
@@ -175,11 +186,13 @@ def test_extremes_give_a_finite_law_over_possible_tokens(dtype, name):
     """Nothing is inf or NaN, something is possible, and only what is possible is drawn."""
     temperatures = (0.0, 1e-300, 1e-45, 1e-38, 1e-8, 0.7, 1e4, 3e38, 1e300)
     points = list(
-        itertools.product(temperatures, (0, 1, 3, 6, 10**9), (0.0, 1e-8, 0.5, 1 - 1e-7, 1.0))
+        itertools.product(
+            temperatures, (0, 1, 3, 6, 10**9), (0.0, 1e-8, 0.5, 1 - 1e-7, 1.0), (0.0, 1e-300, 1.0)
+        )
     )
-    temperature, top_k, top_p = (list(column) for column in zip(*points, strict=True))
+    temperature, top_k, top_p, min_p = (list(column) for column in zip(*points, strict=True))
     logits_BV = rows(LOGITS[name], dtype=dtype).expand(len(points), 6)
-    arguments = logits_BV, rows(*temperature), torch.tensor(top_k), rows(*top_p)
+    arguments = logits_BV, rows(*temperature), torch.tensor(top_k), rows(*top_p), rows(*min_p)
     law_BV = processed_probabilities(*arguments)
     assert torch.isfinite(law_BV).all()
     assert (law_BV >= 0).all()
@@ -190,7 +203,7 @@ def test_extremes_give_a_finite_law_over_possible_tokens(dtype, name):
     first_B = (arguments[1] == 0) | (arguments[2] == 1) | (arguments[3] == 0)
     assert (law_BV.gather(-1, likeliest_B1)[first_B] == 1).all()
     for u in (0.0, 0.5, 1 - 2**-53):
-        tokens_B = sample(*arguments, torch.full((len(points),), u, dtype=F64))
+        tokens_B = sample(*arguments, uniforms_B=torch.full((len(points),), u, dtype=F64))
         assert (law_BV.gather(-1, tokens_B[:, None]) > 0).all()
 
 
@@ -200,7 +213,7 @@ def test_greedy_low_and_middle_temperature_in_one_batch():
     law_BV = processed_probabilities(logits_BV, temperature_B)
     assert law_BV[0].tolist() == law_BV[2].tolist() == [0.0, 1.0, 0.0]
     torch.testing.assert_close(law_BV[1].double(), rows(*scalar_law([1, 3, 2], 0.7, 0, 1.0)))
-    tokens = sample(logits_BV, temperature_B, None, None, torch.tensor([0.999, 0.999, 0.999]))
+    tokens = sample(logits_BV, temperature_B, uniforms_B=torch.full((3,), 0.999))
     assert tokens.tolist() == [1, 2, 1]
 
 
@@ -233,24 +246,62 @@ def test_top_p_never_widens_top_k():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_does_not_depend_on_its_neighbours(dtype):
+@pytest.mark.parametrize("vocab", [101, 40_001])
+def test_a_row_does_not_depend_on_its_neighbours(dtype, vocab):
+    """Nor do rows that need ever more candidates, or are long enough for several threads."""
     generator = torch.Generator().manual_seed(7)
-    logits_BV = (3 * torch.randn(9, 101, generator=generator)).to(dtype)
+    logits_BV = (3 * torch.randn(9, vocab, generator=generator)).to(dtype)
     temperature_B = torch.tensor([0.0, 0.7, 1e-8, 1.0, 2.0, 0.5, 1e4, 0.9, 1.1])
     top_k_B = torch.tensor([0, 5, 0, 0, 50, 1, 0, 7, 0])
-    top_p_B = torch.tensor([1.0, 0.9, 0.5, 1.0, 0.7, 1.0, 0.0, 1.0, 0.3])
+    top_p_B = torch.tensor([1.0, 0.9, 0.5, 1.0, 0.7, 1.0, 0.6, 1.0, 0.3])
+    min_p_B = torch.tensor([0.0, 0.0, 0.0, 0.4, 0.1, 0.0, 0.0, 1.0, 0.0])
     uniforms_B = torch.rand(9, generator=generator)
-    law_BV = processed_probabilities(logits_BV, temperature_B, top_k_B, top_p_B)
-    tokens_B = sample(logits_BV, temperature_B, top_k_B, top_p_B, uniforms_B)
+    arguments = logits_BV, temperature_B, top_k_B, top_p_B, min_p_B
+    law_BV = processed_probabilities(*arguments)
+    tokens_B = sample(*arguments, uniforms_B=uniforms_B)
     poisoned_BV = logits_BV.clone()
     poisoned_BV[4] = NAN
-    poisoned_B = choose(poisoned_BV, temperature_B, top_k_B, top_p_B, uniforms_B)
+    poisoned_B = choose(poisoned_BV, *arguments[1:], uniforms_B=uniforms_B)
     for b in range(9):
-        row = slice(b, b + 1)
-        solo = logits_BV[row], temperature_B[row], top_k_B[row], top_p_B[row]
-        assert torch.equal(processed_probabilities(*solo), law_BV[row])
-        assert torch.equal(sample(*solo, uniforms_B[row]), tokens_B[row])
+        solo = [x[b : b + 1] for x in arguments]
+        assert torch.equal(processed_probabilities(*solo), law_BV[b : b + 1])
+        token_B = sample(*solo, uniforms_B=uniforms_B[b : b + 1])
+        assert token_B == tokens_B[b]
         assert poisoned_B[b] == (-1 if b == 4 else tokens_B[b])
+
+
+def filtered_rows() -> tuple[list, tuple[torch.Tensor, ...]]:
+    """Rows of 2,003 tokens: flat, peaked, all equal and with many ties; and their parameters."""
+    generator = torch.Generator().manual_seed(8)
+    shapes = torch.randn(4, 2003, generator=generator, dtype=F64)
+    shapes[1] *= 4
+    shapes[2] = 1.25
+    shapes[3] = shapes[3].round()
+    points = list(itertools.product((0, 3, 127, 400), (0.4003, 0.8987, 1.0), (0.0, 0.2)))
+    logits_BV = shapes.repeat_interleave(len(points), 0)
+    top_k, top_p, min_p = (list(column) * 4 for column in zip(*points, strict=True))
+    temperature_B = torch.full((len(logits_BV),), 0.8, dtype=F64)
+    return points * 4, (logits_BV, temperature_B, torch.tensor(top_k), rows(*top_p), rows(*min_p))
+
+
+def test_laws_over_many_tokens_equal_the_scalar_loop():
+    points, arguments = filtered_rows()
+    expected = [
+        scalar_law(logits, 0.8, *point)
+        for logits, point in zip(arguments[0].tolist(), points, strict=True)
+    ]
+    law_BV = processed_probabilities(*arguments)
+    torch.testing.assert_close(law_BV, rows(*expected), rtol=0, atol=1e-14)
+    assert ((law_BV == 0) == (rows(*expected) == 0)).all()
+
+
+def test_the_number_of_candidates_changes_no_bit():
+    points, arguments = filtered_rows()
+    law_BV = processed_probabilities(*arguments)
+    for candidates in (401, 1000, 2003, 10**9):
+        enough = [k > 0 or p == 1 or candidates >= 2003 for k, p, _ in points]
+        found_BV = processed_probabilities(*arguments, candidates)
+        assert torch.equal(found_BV[enough], law_BV[enough])
 
 
 def test_greedy_rows_use_no_randomness():
@@ -258,7 +309,7 @@ def test_greedy_rows_use_no_randomness():
     expected = sample(logits_BV)
     for u in (0.0, 0.5, 1.0, NAN):
         uniforms_B = torch.full((5,), u)
-        assert torch.equal(sample(logits_BV, torch.zeros(5), None, None, uniforms_B), expected)
+        assert torch.equal(sample(logits_BV, torch.zeros(5), uniforms_B=uniforms_B), expected)
 
 
 @pytest.mark.parametrize("temperature", [None, 0.0, 0.7])
@@ -270,15 +321,14 @@ def test_a_row_without_a_law_is_named(bad, filtered, temperature):
         arguments = (logits_BV,)
     else:
         top_k_B, top_p_B = torch.full((4,), 2), torch.full((4,), 0.6)
-        filters = (top_k_B, top_p_B) if filtered else (None, None)
+        filters = (top_k_B, top_p_B, top_p_B, 2) if filtered else (None, None, None, None)
         arguments = (logits_BV, torch.full((4,), temperature), *filters, torch.full((4,), 0.1))
     with pytest.raises(ValueError, match=r"logits of rows \[1, 3\] give no token"):
         sample(*arguments)
     tokens_B = choose(*arguments)
     assert tokens_B[[1, 3]].tolist() == [-1, -1]
-    assert torch.equal(
-        tokens_B[[0, 2]], choose(*(x if x is None else x[[0, 2]] for x in arguments))
-    )
+    good = [x[[0, 2]] if isinstance(x, torch.Tensor) else x for x in arguments]
+    assert torch.equal(tokens_B[[0, 2]], choose(*good))
 
 
 @pytest.mark.parametrize(
@@ -415,13 +465,24 @@ def test_extremes_that_have_a_meaning_are_accepted_and_drawn_from(arguments):
 
 
 def test_stacking_leaves_out_what_no_drawn_row_uses():
-    greedy = SamplingParams(top_k=5, top_p=0.5)
-    assert stack_params([greedy, greedy]) == RowParams(None, None, None)
+    greedy = SamplingParams(top_k=5, top_p=0.5, min_p=0.5)
+    assert stack_params([greedy, greedy]) == RowParams(None, None, None, None, None)
     drawn = SamplingParams(temperature=0.5)
-    temperature_B, top_k_B, top_p_B = stack_params([greedy, drawn])
-    assert temperature_B.tolist() == [0.0, 0.5]
-    assert (top_k_B, top_p_B) == (None, None)
-    full = SamplingParams(temperature=1.0, top_k=10**12, top_p=0.5)
-    _, top_k_B, top_p_B = stack_params([drawn, full])
+    stacked = stack_params([greedy, drawn])
+    assert stacked[0].tolist() == [0.0, 0.5]
+    assert stacked[1:] == (None, None, None, None)
+    full = SamplingParams(temperature=1.0, top_k=10**12, top_p=0.5, min_p=0.25)
+    _, top_k_B, top_p_B, min_p_B, num_candidates = stack_params([drawn, full])
     assert top_k_B.tolist() == [0, 2**31 - 1]
     assert top_p_B.tolist() == [1.0, 0.5]
+    assert min_p_B.tolist() == [0.0, 0.25]
+    assert num_candidates == 2**31 - 1
+
+
+def test_stacking_knows_how_many_candidates_suffice():
+    few = SamplingParams(temperature=1.0, top_k=7, top_p=0.5)
+    more = SamplingParams(temperature=1.0, top_k=20)
+    greedy = SamplingParams(top_k=50, top_p=0.5)
+    alone = SamplingParams(temperature=1.0, top_p=0.5)
+    assert stack_params([few, more, greedy]).num_candidates == 20
+    assert stack_params([few, alone]).num_candidates is None
