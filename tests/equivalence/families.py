@@ -19,13 +19,13 @@ LATENT = dict(num_attention_heads=8, num_key_value_heads=8)
 
 
 @functools.cache
-def family(name: str) -> tuple[Any, Decoder, Any]:
+def family(name: str, **overrides: int) -> tuple[Any, Decoder, Any]:
     """The Config, decoder and random parameters of a family with 8 query heads."""
     latent = name.startswith(("deepseek", "glm4_moe_lite", "glm_moe_dsa"))
     settings: dict[str, Any] = dict(LATENT if latent else HEADS)
     if name in ("deepseek_v3", "glm4_moe"):
         settings["num_nextn_predict_layers"] = 0
-    config = oracles.config_fields(name, **settings)
+    config = oracles.config_fields(name, **settings | overrides)
     module = registry.family_of(config)
     cfg = module.from_hf(config)
     decoder = module.decoder(cfg)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from funcinfer.sharding import Mesh
+from funcinfer.sharding import Mesh, presets
 from tests.equivalence.families import FAMILIES, family, layout_of, trace_of
-from tests.equivalence.harness import ONE_RANK, Logits, assert_same, run
+from tests.equivalence.harness import ONE_RANK, Layout, Logits, assert_same, run
 
 PINNED = {
     "tensor, sequence": (Mesh(tp=2), dict(sp=True)),
@@ -44,6 +44,16 @@ def test_pinned_meshes(name: str, case: str) -> None:
     _, decoder, params = family(name)
     layout = layout_of(name, mesh, **options)
     assert_same(run(decoder, params, layout, trace_of(LENGTHS)), one_rank(name, LENGTHS))
+
+
+@pytest.mark.parametrize("tp", (2, 4, 8))
+@pytest.mark.parametrize("name", ["minimax_m2", "qwen3_moe", "glm4_moe"])
+def test_norms_of_queries_and_keys_with_copied_heads(name: str, tp: int) -> None:
+    """2 KV heads on more ranks: norms over each head, and over the full width, counted once."""
+    cfg, decoder, params = family(name, num_key_value_heads=2)
+    layout = Layout(*presets.for_mesh(cfg.num_kv_heads, Mesh(tp=tp)))
+    trace = trace_of(LENGTHS)
+    assert_same(run(decoder, params, layout, trace), run(decoder, params, ONE_RANK, trace))
 
 
 def meshes() -> st.SearchStrategy[Mesh]:
