@@ -6,8 +6,6 @@ are preempted, new and freed pages hold NaN, and a request may be aborted at any
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
-from unittest import mock
 
 import pytest
 import torch
@@ -142,20 +140,6 @@ def assert_initial(engine: Engine) -> None:
         assert bool(leaf.flatten(0, 1)[1:].isnan().all())
 
 
-@contextmanager
-def recorded_plans() -> Iterator[list[schedule.Plan]]:
-    """The plans of the steps that run inside."""
-    plans = []
-    original = schedule.schedule
-
-    def recording(*args, **kwargs):
-        plans.append(original(*args, **kwargs))
-        return plans[-1]
-
-    with mock.patch.object(schedule, "schedule", recording):
-        yield plans
-
-
 @settings(max_examples=25)
 @given(trace=st.lists(requests(), min_size=1, max_size=5), budget=st.integers(1, 12))
 def test_a_step_writes_the_planned_slots_and_no_other(trace, budget):
@@ -170,7 +154,7 @@ def test_a_step_writes_the_planned_slots_and_no_other(trace, budget):
         for leaf in tree_leaves(engine.caches):
             leaf[free] = 7.25
             before.append(leaf.flatten(0, 1).clone())
-        with recorded_plans() as plans:
+        with tiny.recorded_plans() as plans:
             engine.step()
         (plan,) = plans
         planned = [
@@ -234,7 +218,7 @@ def test_every_mesh_serves_the_same_tokens(name):
     )
     before = storage(engine)
     wanted, ended, preempted = {}, {}, 0
-    with recorded_plans() as plans:
+    with tiny.recorded_plans() as plans:
         for request in mixed_trace():
             wanted[engine.add(*request)] = tiny.expected(*request)
             ended |= {done.id: done for done in engine.step()}

@@ -6,15 +6,18 @@ that no order of sums decides between two tokens.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import torch
 
 from funcinfer import Engine, Model, SamplingParams, build
 from funcinfer.layers.rope import Rope
 from funcinfer.models import gqa
+from funcinfer.serving import schedule
 from funcinfer.serving.sampling import choose, stack_params, uniform
 from funcinfer.sharding import Ranks, pad
 from funcinfer.spec import pad_leaf
@@ -111,6 +114,20 @@ def expected(prompt: Sequence[int], sampling: SamplingParams) -> tuple[list[int]
         if tokens[-1] in stops:
             return list(tokens), "stop"
     return list(tokens), "length"
+
+
+@contextmanager
+def recorded_plans() -> Iterator[list[schedule.Plan]]:
+    """The plans of the steps that run inside."""
+    plans = []
+    original = schedule.schedule
+
+    def recording(*args, **kwargs):
+        plans.append(original(*args, **kwargs))
+        return plans[-1]
+
+    with mock.patch.object(schedule, "schedule", recording):
+        yield plans
 
 
 def served_by_processes(name: str, prompts: list[list[int]], sampling: SamplingParams) -> list:
