@@ -48,7 +48,12 @@ class IndexerConfig:
 
 
 def indexer_specs(cfg: IndexerConfig) -> dict[str, ParamSpec]:
-    """`wq` (I, H, Q), `wk` (H, D), weight and bias of the key norm (H), `weights` (I, D)."""
+    """`wq` (I, H, Q), `wk` (H, D), weight and bias of the key norm (H), `weights` (I, D).
+
+    >>> cfg = IndexerConfig(7168, 1536, 64, 128, topk=2048, rotate=ops.rotate_half_split)
+    >>> indexer_specs(cfg)["wq"].shape
+    (64, 128, 1536)
+    """
     heads, width = cfg.num_heads, cfg.head_dim
     return dict(
         wq=ParamSpec((heads, width, cfg.q_lora), ("index_heads", None, "q_lora")),

@@ -124,6 +124,19 @@ def mla(
 
     New latents are written first, so a token sees itself. The form follows from shapes alone, see
     `is_expanded`; `mla_absorbed` and `mla_expanded` are the two of them, with these arguments.
+
+    >>> from funcinfer.kvcache.batch import Rows, make_batch, prepare
+    >>> from funcinfer.layers.rope import Rope, rope_tables
+    >>> from funcinfer.spec import empty, init
+    >>> cfg = MLAConfig(8, 2, 6, nope_dim=3, rope_dim=2, v_dim=5, scale=5**-0.5)
+    >>> batch = make_batch([[Rows([7, 8, 9], start=0, pages=[1])]], page_size=4)
+    >>> rules, rope = Rules.none(), partial(rope_tables, Rope(10000.0, 2))
+    >>> step = prepare(batch, rules=rules, rope=rope)
+    >>> params, cache = init(mla_specs(cfg)), empty(mla_cache_specs(cfg, 2, 4))
+    >>> x = torch.ones(3, 8, dtype=torch.bfloat16)
+    >>> y, cache = mla(params, x, cache, step, rules=rules, cfg=cfg)
+    >>> y.shape, cache.ckv.shape
+    (torch.Size([3, 8]), torch.Size([2, 4, 6]))
     """
     form = mla_expanded if is_expanded(step, rules=rules, cfg=cfg) else mla_absorbed
     return form(p, x_TD, cache, step, rules=rules, cfg=cfg)
