@@ -3,6 +3,7 @@
     axis       deals or shards
     dp         requests, with their pages and tokens
     ep         requests too; its ranks share the experts
+    pp         layers, in contiguous stages (pipeline parallelism)
     pcp        the tokens of a prompt (prefill context parallelism); at decode its ranks do alike
     tp         heads, widths and vocabulary
     rep        the same; its ranks hold copies of KV heads, of which there are too few
@@ -21,6 +22,7 @@ from funcinfer.sharding.mesh import Axis, Mesh, axis_of, drop, join_axes, names
 from funcinfer.sharding.rules import Rules
 
 AXES = ("dp", "ep", "pcp", "tp", "rep", "dcp")
+STAGES = "pp"
 
 
 class Preset(NamedTuple):
@@ -66,10 +68,11 @@ def for_mesh(
     >>> mesh, prefill["tokens"], decode["tokens"], decode["heads"]
     (Mesh(pcp=2, tp=2, rep=2), 'pcp', None, ('tp', 'rep'))
     """
+    known = (*AXES, STAGES)
     for name in mesh.names:
-        if name not in AXES:
+        if name not in known:
             raise ValueError(
-                f"no preset for axis {name!r} of {mesh!r}: presets know {', '.join(AXES)};"
+                f"no preset for axis {name!r} of {mesh!r}: presets know {', '.join(known)};"
                 f" give rules=Rules(...)"
             )
     mesh = split_kv_heads(num_kv_heads, mesh)
@@ -83,6 +86,7 @@ def for_mesh(
         "experts": experts,
         "expert_mlp": drop(wide, experts),
         "page_tokens": join_axes(given["pcp"], given["dcp"]) if given["dcp"] else None,
+        "layers": STAGES if STAGES in mesh.names else None,
     }
 
     def rules(tokens: Axis) -> Rules:

@@ -102,6 +102,17 @@ def context_parallelism(
     return for_mesh(num_kv_heads, _mesh(dp=dp, pcp=pcp, tp=tp, dcp=dcp), sp=sp)
 
 
+def pipeline_parallelism(
+    num_kv_heads: int | None, *, pp: int, tp: int = 1, dp: int = 1, sp: bool = False
+) -> Preset:
+    """The layers in `pp` contiguous stages, each on `tp` ranks of each of `dp` groups.
+
+    >>> pipeline_parallelism(8, pp=4, tp=2).decode["layers"]
+    'pp'
+    """
+    return for_mesh(num_kv_heads, _mesh(dp=dp, pp=pp, tp=tp), sp=sp)
+
+
 def sparse_context_parallelism(
     *, tp: int, dp: int = 1, sp: bool = False, expert_parallel: bool = False
 ) -> Preset:
