@@ -167,7 +167,8 @@ def _penalties(row: int, edits: RowEdits) -> tuple[np.ndarray, np.ndarray, np.nd
     if params.repetition_penalty == 1:  # nothing befalls tokens of the prompt alone
         ids, counts = ids[counts > 0], counts[counts > 0]
     subtracted = params.presence_penalty * (counts > 0) + params.frequency_penalty * counts
-    return ids, np.full(len(ids), params.repetition_penalty), subtracted
+    repetition = min(params.repetition_penalty, torch.finfo(torch.float32).max)
+    return ids, np.full(len(ids), repetition), subtracted
 
 
 def _columns(

@@ -113,9 +113,25 @@ def kept_tokens(
         theirs = Scale(*(x[rows_R] for x in scale)), Filters(*(x[rows_R] for x in filters))
         more = _gather_cut(logits_BV[rows_R], (*theirs, mass_B1[rows_R]), count, axis)
         cut = Cut(*(x.index_copy(0, rows_R, y) for x, y in zip(cut, more, strict=True)))
-    tied_BV = logits_BV == cut.threshold_B1
-    tied_BV &= tied_BV.cumsum(-1, dtype=torch.int32) <= cut.ties_B1
-    return tied_BV | (logits_BV > cut.threshold_B1)
+    return _stays(logits_BV, cut.threshold_B1, cut.ties_B1)
+
+
+def largest(values_BV: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `num` largest values of each row, the first of ties, and where they stand: [B, num] each.
+
+    Unlike `torch.topk`, which ties come and in which order is defined: that of their places.
+
+    >>> largest(torch.tensor([[1.0, 2.0, 1.0, 2.0]]), 3)
+    (tensor([[2., 2., 1.]]), tensor([[1, 3, 0]]))
+    """
+    top_BM = values_BV.topk(num).values
+    threshold_B1 = top_BM[:, -1:]
+    ties_B1 = num - (top_BM > threshold_B1).sum(-1, keepdim=True)
+    stays_BV = _stays(values_BV, threshold_B1, ties_B1)
+    places_BM = stays_BV.to(torch.uint8).topk(num).indices.sort(-1).values
+    order_BM = values_BV.gather(-1, places_BM).argsort(dim=-1, descending=True, stable=True)
+    places_BM = places_BM.gather(-1, order_BM)
+    return values_BV.gather(-1, places_BM), places_BM
 
 
 def find_cut(
@@ -156,3 +172,12 @@ def _gather_cut(
     ties_BN = (all_BNM == cut.threshold_B1[..., None]).sum(-1)
     before_B1 = (ties_BN.cumsum(-1) - ties_BN)[:, axis_index(axis), None]
     return cut._replace(ties_B1=cut.ties_B1 - before_B1)
+
+
+def _stays(
+    values_BV: torch.Tensor, threshold_B1: torch.Tensor, ties_B1: torch.Tensor
+) -> torch.Tensor:
+    """Which values are above the threshold, or among the first so many ties of it."""
+    tied_BV = values_BV == threshold_B1
+    tied_BV &= tied_BV.cumsum(-1, dtype=torch.int32) <= ties_B1
+    return tied_BV | (values_BV > threshold_B1)

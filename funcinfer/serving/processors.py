@@ -14,9 +14,9 @@ For one row of logits z, in this order and no other; what is off changes no bit:
                      probability; 0: all
 
 1 to 4 are `edit_logits`; they touch only the tokens that they name. 5 to 8 are
-`processed_probabilities`. Log-probabilities are those of the raw logits, before all of this
-(`top_logprobs`). In a verification, the row that judges draft j has the drafts before it as the end
-of its output.
+`processed_probabilities`. Log-probabilities are those of the raw logits, before all of this:
+`funcinfer.serving.logprobs`. In a verification, the row that judges a draft has the drafts before
+it as the end of its output.
 
 Among equal logits the lower id counts as the more likely, so exactly k tokens are kept, the same
 ones on every rank. Nothing that a row gets depends on its neighbours, bit for bit.
@@ -50,7 +50,7 @@ def edit_logits(logits_BV: torch.Tensor, edits: Edits) -> torch.Tensor:
     tensor([[2.0000, 2.0000, 2.0000, 2.0000, 2.0000, 1.3333, 2.0000, 0.3333]])
     """
     check_shapes(logits_BV)
-    if edits == Edits(None, None, None):
+    if all(part is None for part in edits):
         return logits_BV
     dtype = torch.promote_types(logits_BV.dtype, torch.float32)
     edited_BV = logits_BV.to(dtype, copy=True)

@@ -1,5 +1,6 @@
 """Samplers against a scalar loop over sorted lists, at the break points of every law."""
 
+import dataclasses
 import itertools
 import math
 
@@ -11,7 +12,9 @@ from funcinfer.serving.params import SamplingParams
 from funcinfer.serving.processors import processed_probabilities
 from funcinfer.serving.sampling import (
     RowParams,
+    child_seed,
     choose,
+    draft_seed,
     draw,
     fresh_seed,
     sample,
@@ -394,6 +397,17 @@ def test_a_uniform_outside_its_counters_is_refused(seed, index):
         uniform(seed, index)
 
 
+def test_seeds_of_children_and_of_drafts_are_apart():
+    assert child_seed(42, 0) == 42
+    seeds = [child_seed(seed, child) for seed in (0, 42, 2**64 - 1) for child in range(20)]
+    seeds += [draft_seed(seed, n) for seed in (0, 42, 2**64 - 1) for n in range(20)]
+    assert len(set(seeds)) == 120
+    assert all(0 <= seed < 2**64 for seed in seeds)
+    assert child_seed(42, 3) == child_seed(42, 3)
+    numbers = {uniform(seed, j) for seed in seeds for j in range(5)}
+    assert len(numbers) == 600
+
+
 def test_requests_without_a_seed_draw_apart():
     seeds = {fresh_seed() for _ in range(50)}
     assert len(seeds) == 50
@@ -422,8 +436,25 @@ def test_a_seeded_request_gives_the_same_tokens_in_every_company():
 # --- parameters
 
 
+def test_parameters_are_kept_in_a_form_that_can_be_compared_and_given_again():
+    params = SamplingParams(
+        logit_bias={9: 1, 2: -INF, np.int64(5): np.float32(0.5)}, stop="ab", stop_token_ids=[4]
+    )
+    assert params.logit_bias == params.bias_pairs == ((2, -INF), (5, 0.5), (9, 1.0))
+    assert params.stop == ("ab",)
+    assert dataclasses.replace(params, seed=3) == dataclasses.replace(params, seed=3)
+    same = SamplingParams(logit_bias={2: -INF, 5: 0.5, 9: 1.0}, stop=["ab"], stop_token_ids=(4,))
+    assert same == params
+    assert hash(same) == hash(params)
+    assert SamplingParams(stop=["a", "bc"]).stop == ("a", "bc")
+
+
 def test_parameters_default_to_greedy():
     params = SamplingParams()
+    assert (params.min_p, params.min_tokens, params.n) == (0.0, 0, 1)
+    assert (params.repetition_penalty, params.presence_penalty) == (1.0, 0.0)
+    assert (params.frequency_penalty, params.logit_bias, params.stop) == (0.0, (), ())
+    assert (params.logprobs, params.prompt_logprobs) == (None, None)
     assert (params.max_tokens, params.temperature, params.top_k, params.top_p) == (16, 0.0, 0, 1.0)
     assert (params.seed, params.stop_token_ids, params.ignore_eos) == (None, (), False)
     assert hash(SamplingParams(stop_token_ids=[3, 4])) == hash(
@@ -441,6 +472,32 @@ def test_parameters_default_to_greedy():
         "seed": [-1, 2**64, 1.0, True, "42"],
         "stop_token_ids": [[-1], [1.0], [True], "12", 5, None, [None]],
         "ignore_eos": [1, None, "yes"],
+        "min_p": [-1e-9, 1.0000001, NAN, True, None, "1"],
+        "min_tokens": [-1, 17, 1.0, True, None],
+        "repetition_penalty": [0, 0.0, -1.0, NAN, INF, True, None, 10**400],
+        "presence_penalty": [-2.1, 2.1, NAN, INF, True, None],
+        "frequency_penalty": [-2.1, 2.1, NAN, INF, True, None],
+        "logit_bias": [
+            {-1: 1.0},
+            {1.0: 1.0},
+            {True: 1.0},
+            {1: 101},
+            {1: -101},
+            {1: INF},
+            {1: NAN},
+            {1: None},
+            {1: True},
+            [1, 2],
+            [(1, 2, 3)],
+            [(1, 0.5), (1, 0.25)],
+            "12",
+            None,
+            5,
+        ],
+        "logprobs": [-1, 1.0, True, "3"],
+        "prompt_logprobs": [-1, 1.0, True, "3"],
+        "stop": ["", ["a", ""], [3], None, 5, b"a", {"a"}],
+        "n": [0, -1, 1.0, True, None],
     }.items(),
 )
 def test_parameters_are_refused_by_name(field, values):
@@ -456,6 +513,9 @@ def test_parameters_are_refused_by_name(field, values):
         {"temperature": 1e-300, "top_p": 1, "seed": 2**64 - 1, "ignore_eos": True},
         {"temperature": np.float32(0.5), "top_k": np.int64(3), "top_p": np.float64(0.5)},
         {"temperature": 1e300, "stop_token_ids": [0, np.int32(7)]},
+        {"min_p": 1, "min_tokens": 16, "logprobs": 0, "prompt_logprobs": 3, "n": 10**6},
+        {"temperature": 1, "repetition_penalty": 1e-300, "presence_penalty": -2, "min_p": 1e-300},
+        {"temperature": 2, "frequency_penalty": np.float32(2), "logit_bias": {0: 100, 5: -INF}},
     ],
 )
 def test_extremes_that_have_a_meaning_are_accepted_and_drawn_from(arguments):
