@@ -65,7 +65,8 @@ def load(
         mesh, rules, decode_rules = presets.for_mesh(cfg.num_kv_heads, mesh)
     fns = build(family.decoder(cfg), rules, decode_rules)
     specs = pad(with_dtype(fns.specs, dtype), mesh, rules)
-    rules.check(specs, mesh)
+    for of_phase in (fns.prefill_rules, fns.decode_rules):
+        of_phase.check(specs, mesh)  # before anything is read
     runner, names = ranks(mesh), family.name_map(cfg)
     if len(runner.coords) == mesh.num_ranks:
         params = load_params(folder, specs, names, device=device, progress=progress)

@@ -315,7 +315,7 @@ def _head_laws(rules: Rules, leaves: list[tuple[str, ParamSpec]], mesh: Mesh) ->
         found.append(f"heads={heads!r} must start with the axes of kv_heads={kv_heads!r}")
     counts = {n for _, s in leaves for n, a in zip(s.shape, s.axes, strict=True) if a == "kv_heads"}
     copies = drop(stay, kv_heads)
-    if names(copies) and counts and max(counts) > mesh.size(kv_heads):
+    if mesh.size(copies) > 1 and counts and max(counts) > mesh.size(kv_heads):
         found.append(
             f"heads={heads!r} is finer than kv_heads={kv_heads!r} by {copies!r}, which copies KV"
             f" heads; that needs one whole KV head a rank,"

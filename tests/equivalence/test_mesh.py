@@ -141,6 +141,12 @@ def test_each_rank_holds_the_kv_heads_of_its_query_heads(kv_heads: int, tp: int)
         assert held == [rank * kv_heads // tp + i for i in range(local)]
 
 
+def test_an_axis_of_size_one_copies_nothing():
+    decoder, params, wanted = one_rank("attention")
+    layout = Layout(Mesh(tp=2, rep=1), Rules(**tensor(("tp", "rep"))))
+    assert_same(run(decoder, params, layout), wanted)
+
+
 ILLEGAL = {
     "3 KV heads over 4": (Layout(Mesh(tp=4), Rules(**tensor("tp"))), "does not divide into 4"),
     "more dcp ranks than heads": (

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import funcinfer
-from funcinfer import Model
+from funcinfer import Mesh, Model, Rules
 from funcinfer.hf_config import IRRELEVANT
 from funcinfer.models import registry
 from funcinfer.models.decoder import decoder_specs
@@ -173,3 +173,19 @@ def test_heads_that_do_not_go_together_are_refused(folder: Callable[[str], Path]
     config = config_of(folder("llama"))
     with pytest.raises(ValueError, match="num_heads=4 must be a multiple of num_kv_heads=3"):
         registry.family_of(config).from_hf(config | {"num_key_value_heads": 3})
+
+
+def test_rules_of_decode_are_checked_before_weights_are_read(
+    folder: Callable[[str], Path], tmp_path: Path
+):
+    """The folder has a config alone, and the complaint is about the rules."""
+    (tmp_path / "config.json").write_text((folder("llama") / "config.json").read_text())
+    rules = Rules(q_tokens="tp", o_heads="tp")
+    with pytest.raises(ValueError, match="must extend tokens"):
+        funcinfer.load(
+            tmp_path,
+            dtype=torch.float32,
+            mesh=Mesh(tp=2, cp=2),
+            rules=rules,
+            decode_rules=rules.replace(tokens="cp"),
+        )
