@@ -91,8 +91,9 @@ def build(
     prefill_rules = prefill_rules or Rules.none()
     decode_rules = decode_rules or prefill_rules
     specs = decoder_specs(decoder)
-    _same_layout(specs, prefill_rules, decode_rules)
-    _same_layout(cache_specs(decoder, 1, interleave), prefill_rules, decode_rules)
+    if decode_rules != prefill_rules:
+        _same_layout(specs, prefill_rules, decode_rules)
+        _same_layout(cache_specs(decoder, 1, interleave), prefill_rules, decode_rules)
     step = partial(forward, decoder, interleave=interleave, length=length)
     drafted = partial(draft, decoder, interleave=interleave, length=length)
     return ModelFns(
