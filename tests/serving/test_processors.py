@@ -12,29 +12,11 @@ from funcinfer.serving.logprobs import logprobs
 from funcinfer.serving.params import SamplingParams, check_vocab
 from funcinfer.serving.processors import edit_logits, processed_probabilities
 from funcinfer.serving.sampling import choose, stack_params
+from tests.serving.laws import scalar_edit
 
 INF, NAN = math.inf, math.nan
 F64 = torch.float64
 V = 11
-
-
-def scalar_edit(
-    logits: list[float], params: SamplingParams, prompt: list[int], output: list[int], stop=()
-) -> list[float]:
-    """Bias, repetition, presence and frequency, min_tokens: one row in plain floats."""
-    bias = dict(params.bias_pairs)
-    edited = []
-    for token, logit in enumerate(logits):
-        z = logit + bias.get(token, 0.0)
-        if token in prompt or token in output:
-            r = params.repetition_penalty
-            z = z / r if z > 0 else z * r
-        count = output.count(token)
-        z -= params.frequency_penalty * count + params.presence_penalty * (count > 0)
-        if token in stop and len(output) < params.min_tokens:
-            z = -INF
-        edited.append(z)
-    return edited
 
 
 def row_edits(params, prompt=(), output=(), drafts=(), stop=()) -> RowEdits:

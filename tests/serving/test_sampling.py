@@ -21,36 +21,10 @@ from funcinfer.serving.sampling import (
     stack_params,
     uniform,
 )
+from tests.serving.laws import scalar_law
 
 INF, NAN = math.inf, math.nan
 F64 = torch.float64
-
-
-def scalar_law(
-    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float = 0.0
-) -> list[float]:
-    """Temperature, then top-k, then top-p, then min-p, one row in plain floats."""
-    ranked = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
-    if temperature == 0:
-        return [float(i == ranked[0]) for i in range(len(logits))]
-    top = logits[ranked[0]]
-    weights = [math.exp((logit - top) / temperature) for logit in logits]
-    if top_k:
-        ranked = ranked[:top_k]
-    mass = sum(weights[i] for i in ranked)
-    if top_p < 1:
-        kept, reached = [], 0.0
-        for i in ranked:
-            if kept and reached >= top_p:
-                break
-            kept.append(i)
-            reached += weights[i] / mass
-        ranked = kept
-    largest = max(weights)
-    ranked = [i for i in ranked if weights[i] >= min_p * largest]
-    mass = sum(weights[i] for i in ranked)
-    possible = set(ranked)
-    return [weights[i] / mass if i in possible else 0.0 for i in range(len(logits))]
 
 
 def rows(*values, dtype=F64) -> torch.Tensor:
