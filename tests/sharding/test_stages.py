@@ -1,4 +1,4 @@
-"""Tensors that exist on some pipeline stages only: on which, how they split and join, their cost."""
+"""Tensors that exist on some pipeline stages only: which ones, how they split and join, the cost."""
 
 import copy
 import pickle
