@@ -234,6 +234,36 @@ def run(
     return found
 
 
+DRAFT_TRACE = Trace({0: 9, 1: 6}, ((False, {0: 5, 1: 4}), (True, {0: 3, 1: 2})))
+
+
+def run_drafts(decoder: Decoder, params: Any, layout: Layout, trace: Trace = DRAFT_TRACE) -> Logits:
+    """The logits that the first draft module gives of each token, beside the steps of a trace."""
+    runner = Runner(decoder, params, layout, trace)
+    found: Logits = {}
+    for decode, counts in trace.steps:
+        batch, wanted = runner.place(decode, counts)
+        rules = layout.rules(decode)
+        batches = runner.ranks.split(batch, batch_specs(rules))
+        step, draft = runner.fns.prefill, runner.fns.prefill_draft
+        if decode:
+            step, draft = runner.fns.decode, runner.fns.decode_draft
+        with torch.no_grad():
+            results = runner.ranks.run(step, runner.shards, runner.caches, batches)
+            hidden, caches = [out.hidden for out, _ in results], [cache for _, cache in results]
+            results = runner.ranks.run(
+                partial(draft, depth=0), runner.shards, caches, batches, hidden
+            )
+        runner.caches = [cache for _, cache in results]
+        outputs = runner.ranks.join([out for out, _ in results], output_specs(rules))
+        logits = outputs.logits[:, : decoder.vocab_size]
+        found |= {key: row for key, row in zip(wanted, logits, strict=True) if key is not None}
+        for i, n in counts.items():
+            runner.done[i] += n
+    runner.check_copies()
+    return found
+
+
 def distance(found: Logits, wanted: Logits) -> float:
     """The largest difference of any logit; infinite where one is NaN. Both have the same tokens."""
     assert found.keys() == wanted.keys()

@@ -15,9 +15,8 @@ import torch
 import funcinfer
 from funcinfer.checkpoint import load_params, save_params
 from funcinfer.checkpoint.files import Reader
-from funcinfer.kvcache.batch import batch_specs
 from funcinfer.models import mla
-from funcinfer.models.decoder import Decoder, Layer, Sublayer, cache_specs, output_specs
+from funcinfer.models.decoder import Decoder, Layer, Sublayer, cache_specs
 from funcinfer.serving.steps import build
 from funcinfer.sharding import Mesh, Rules, bind, presets, solo
 from funcinfer.sharding.comm import ExchangeComm, Group
@@ -35,6 +34,7 @@ from tests.equivalence.harness import (
     assert_same,
     draw,
     run,
+    run_drafts,
 )
 from tests.equivalence.layouts import tensor
 from tests.equivalence.small import attention_sublayer, decoder_of, mlp_sublayer
@@ -227,38 +227,7 @@ def test_drafts_run_on_the_last_stage(layout: str) -> None:
     """Logits, and caches and hidden states alike on the ranks that hold or get them."""
     _, decoder, params = latent(3, experts=True, index_layers=(0, 2), num_drafts=1)
     placed = Layout(*LAYOUTS[layout](None))
-    wanted, found = (drafted(decoder, params, x) for x in (ONE_RANK, placed))
-    assert_same(found, wanted)
-
-
-def drafted(decoder: Decoder, params: Any, layout: Layout) -> Logits:
-    """Draft logits of each token, over two steps of the main model."""
-    trace = Trace({0: 9, 1: 6}, ((False, {0: 5, 1: 4}), (True, {0: 3, 1: 2})))
-    runner = Runner(decoder, params, layout, trace)
-    found: Logits = {}
-    for decode, counts in trace.steps:
-        batch, wanted = runner.place(decode, counts)
-        rules = layout.rules(decode)
-        batches = runner.ranks.split(batch, batch_specs(rules))
-        step = runner.fns.decode if decode else runner.fns.prefill
-        with torch.no_grad():
-            results = runner.ranks.run(step, runner.shards, runner.caches, batches)
-            hidden = [out.hidden for out, _ in results]
-            results = runner.ranks.run(
-                partial(runner.fns.prefill_draft, depth=0),
-                runner.shards,
-                [cache for _, cache in results],
-                batches,
-                hidden,
-            )
-        runner.caches = [cache for _, cache in results]
-        out = runner.ranks.join([out for out, _ in results], output_specs(rules))
-        logits = out.logits[:, : decoder.vocab_size]
-        found |= {key: row for key, row in zip(wanted, logits, strict=True) if key is not None}
-        for i, n in counts.items():
-            runner.done[i] += n
-    runner.check_copies()
-    return found
+    assert_same(run_drafts(decoder, params, placed), run_drafts(decoder, params, ONE_RANK))
 
 
 # What it costs.

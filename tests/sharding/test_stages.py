@@ -1,4 +1,4 @@
-"""Tensors that exist on some pipeline stages only: which ones, how they split and join, the cost."""
+"""Tensors on some pipeline stages only: on which, how they split and join, what they cost."""
 
 import copy
 import pickle
