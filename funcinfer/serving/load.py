@@ -8,6 +8,7 @@ import torch
 from funcinfer.checkpoint import load_params, load_ranks
 from funcinfer.hf_config import read_config, read_generation_config
 from funcinfer.models import registry
+from funcinfer.serving.dry_run import dry_run
 from funcinfer.serving.model import Model
 from funcinfer.serving.steps import build
 from funcinfer.sharding import Mesh, Ranks, Rules, ThreadRanks, pad, presets
@@ -67,6 +68,8 @@ def load(
     specs = pad(with_dtype(fns.specs, dtype), mesh, rules)
     for of_phase in (fns.prefill_rules, fns.decode_rules):
         of_phase.check(specs, mesh)  # before anything is read
+    if mesh.num_ranks > 1:
+        dry_run(fns, mesh, specs=specs)
     runner, names = ranks(mesh), family.name_map(cfg)
     if len(runner.coords) == mesh.num_ranks:
         params = load_params(folder, specs, names, device=device, progress=progress)
