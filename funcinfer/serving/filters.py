@@ -73,6 +73,12 @@ def make_filters(
 ) -> Filters:
     """The filters of each row; None: off for all. Greedy rows, whose law needs no filter, and rows
     without a law have none, so that no candidates are looked for.
+
+    >>> scale = make_scale(torch.zeros(2, 1), torch.tensor([0.0, 0.5]))
+    >>> make_filters(scale, torch.tensor([3, 3]), None)
+    Filters(top_k_B1=tensor([[0],
+            [3]]), top_p_B1=tensor([[1.],
+            [1.]]))
     """
     shape, dtype, device = scale.top_B1.shape, scale.top_B1.dtype, scale.top_B1.device
     off_k_B1 = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -134,7 +140,7 @@ def largest(values_BV: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tens
     return values_BV.gather(-1, places_BM), places_BM
 
 
-def find_cut(
+def _find_cut(
     candidates_BM: torch.Tensor, scale: Scale, filters: Filters, mass_B1: torch.Tensor
 ) -> Cut:
     """Where the rows are cut, told from their M largest logits, largest first.
@@ -167,7 +173,7 @@ def _gather_cut(
     """The cut told from the `count` largest logits of all ranks, with the ties of this rank."""
     mine_BM = logits_BV.topk(min(count, logits_BV.shape[-1])).values
     all_BNM = all_gather(mine_BM[:, None], axis, dim=1)
-    cut = find_cut(all_BNM.flatten(1).topk(count).values, *per_row)
+    cut = _find_cut(all_BNM.flatten(1).topk(count).values, *per_row)
     # A rank that has more ties than candidates still shows as many as could stay.
     ties_BN = (all_BNM == cut.threshold_B1[..., None]).sum(-1)
     before_B1 = (ties_BN.cumsum(-1) - ties_BN)[:, axis_index(axis), None]

@@ -128,7 +128,7 @@ def processed_weights(
     check_shapes(
         logits_BV, temperature_B=temperature_B, top_k_B=top_k_B, top_p_B=top_p_B, min_p_B=min_p_B
     )
-    top_B1 = all_gather(logits_BV.amax(-1, keepdim=True), axis, dim=1).amax(-1, keepdim=True)
+    top_B1, likeliest_B1 = _likeliest(logits_BV, axis)
     scale = make_scale(top_B1, temperature_B)
     scaled_BV = scale(logits_BV)
     weights_BV = scaled_BV.exp()
@@ -140,8 +140,10 @@ def processed_weights(
     if min_p_B is not None:
         least_B1 = min_p_B.to(scaled_BV.dtype).log()[:, None]
         weights_BV = torch.where(scaled_BV >= least_B1, weights_BV, 0.0)
-    likeliest_BV = token_ids(logits_BV, axis) == argmax(logits_BV, axis)[:, None]
-    weights_BV = torch.where(scale.greedy_B1, likeliest_BV.to(weights_BV.dtype), weights_BV)
+    V = logits_BV.shape[-1]
+    ids_V = torch.arange(V, device=logits_BV.device) + axis_index(axis) * V
+    greedy_BV = (ids_V == likeliest_B1).to(weights_BV.dtype)
+    weights_BV = torch.where(scale.greedy_B1, greedy_BV, weights_BV)
     return torch.where(torch.isfinite(top_B1), weights_BV, 0.0)
 
 
@@ -151,27 +153,29 @@ def argmax(logits_BV: torch.Tensor, axis: Axis = None) -> torch.Tensor:
     >>> argmax(torch.tensor([[0.0, 1.0, 1.0], [0.0, float("nan"), 1.0]]))
     tensor([ 1, -1])
     """
-    ids_B1 = logits_BV.argmax(-1, keepdim=True)  # the first of ties
-    tops_BN = all_gather(logits_BV.gather(-1, ids_B1), axis, dim=1)
-    global_BN = all_gather(ids_B1 + axis_index(axis) * logits_BV.shape[-1], axis, dim=1)
-    best_B1 = tops_BN.argmax(-1, keepdim=True)
-    has_law_B1 = torch.isfinite(tops_BN.gather(-1, best_B1))
-    return torch.where(has_law_B1, global_BN.gather(-1, best_B1), -1)[:, 0]
-
-
-def token_ids(logits_BV: torch.Tensor, axis: Axis = None) -> torch.Tensor:
-    """The ids [V] of the columns that this rank holds."""
-    V = logits_BV.shape[-1]
-    return torch.arange(V, device=logits_BV.device) + axis_index(axis) * V
+    top_B1, likeliest_B1 = _likeliest(logits_BV, axis)
+    return torch.where(torch.isfinite(top_B1), likeliest_B1, -1)[:, 0]
 
 
 def total(weights_BV: torch.Tensor, axis: Axis = None) -> torch.Tensor:
     """The sums [B, 1] of the rows, over all ranks; the same bits on each, and in each company.
 
     By a cumulative sum: how `sum` adds up a row depends on how many rows there are.
+
+    >>> total(torch.tensor([[1.0, 2.0, 4.0]]))
+    tensor([[7.]])
     """
     mass_B1 = weights_BV.cumsum(-1)[:, -1:]
     return all_gather(mass_B1, axis, dim=1).cumsum(-1)[:, -1:]
+
+
+def _likeliest(logits_BV: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest logit of each row, NaN if there is one, and the lowest id that has it."""
+    place_B1 = logits_BV.argmax(-1, keepdim=True)  # the first of ties
+    tops_BN = all_gather(logits_BV.gather(-1, place_B1), axis, dim=1)
+    ids_BN = all_gather(place_B1 + axis_index(axis) * logits_BV.shape[-1], axis, dim=1)
+    rank_B1 = tops_BN.argmax(-1, keepdim=True)
+    return tops_BN.gather(-1, rank_B1), ids_BN.gather(-1, rank_B1)
 
 
 def check_shapes(values_BV: torch.Tensor, **per_row: torch.Tensor | None) -> None:
