@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from funcinfer.sharding import Mesh, ProcessRanks, init_process
+from funcinfer.sharding import Mesh, ProcessRanks, end_process, init_process
 
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 
@@ -177,8 +177,7 @@ def _work(pipe: connection.Connection, variables: dict[str, str], stacks: str) -
         with contextlib.suppress(EOFError, OSError):  # the parent closed its end
             while True:
                 pipe.send_bytes(_answer(pipe.recv_bytes()))
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
+    end_process()
 
 
 def _answer(message: bytes) -> bytes:

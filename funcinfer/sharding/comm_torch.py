@@ -6,6 +6,7 @@ them is private. torch numbers the ranks of a group by their size; a product of 
 order than the mesh's is served by permuting the parts.
 """
 
+import atexit
 import itertools
 import os
 import weakref
@@ -39,8 +40,9 @@ if hasattr(dist, "all_gather_single"):
     _all_gather, _reduce_scatter = dist.all_gather_single, dist.reduce_scatter_single
 else:
     _all_gather, _reduce_scatter = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
-# The groups made so far under each default group. A torch group is made once, by all processes
-# together, so two meshes over the same ranks must share it.
+# The other groups made so far under each default group. A torch group is made once, by all
+# processes together, so two meshes over the same ranks must share it. No other place holds groups:
+# the threads of a group that outlives `end_process` abort the process when the interpreter ends.
 Handles = dict[tuple[int, ...], dist.ProcessGroup | None]
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, Handles] = weakref.WeakKeyDictionary()
 
@@ -80,11 +82,18 @@ def init_process(
             timeout=timedelta(seconds=timeout),
             device_id=None if device.type == "cpu" else device,
         )
+        if device.type == "cpu":
+            atexit.register(end_process)
     return TorchComm(mesh, device=device, axes=axes)
 
 
 def end_process() -> None:
-    """Leave the other processes: the counterpart of `init_process`."""
+    """Leave the other processes: the counterpart of `init_process`, which a process that ends
+    needs.
+
+    On the CPU it is called by itself when the interpreter ends.
+    """
+    _made.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -105,13 +114,13 @@ class TorchComm:
         axes: Sequence[Axis] | None = None,
     ) -> None:
         self.mesh, self.device = mesh, _placed(torch.device(device))
-        self.rank, self._groups = 0, {}
+        self.rank, self._groups = 0, frozenset()
         if mesh.num_ranks > 1:
             if not dist.is_initialized():
                 raise ValueError(f"{mesh!r} needs a process group: call init_process(mesh) first")
             _check_world(mesh, dist.get_world_size())
             self.rank = dist.get_rank()
-            self._groups = _groups(mesh, _products(mesh) if axes is None else axes)
+            self._groups = _make_groups(mesh, _products(mesh) if axes is None else axes)
 
     def psum(self, x: torch.Tensor, group: Group) -> torch.Tensor:
         """The sum over the group; on every rank the same bits."""
@@ -202,12 +211,22 @@ class TorchComm:
                 rows=sum(takes),
             )
 
+    def _handle(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        world = dist.group.WORLD
+        if world is None:
+            raise RuntimeError(
+                "the process groups have ended: init_process(mesh) starts them again"
+            )
+        handle = world if len(ranks) == self.mesh.num_ranks else _made[world][ranks]
+        assert handle is not None, "a group that this process is not in"
+        return handle
+
     @contextmanager
     def _named(self, what: str, x: torch.Tensor, group: Group) -> Iterator[dist.ProcessGroup]:
         """The torch group; an error of the back end gets a note that says where it came from."""
         axis = axis_of(group.axes)
-        handle = self._groups.get(tuple(sorted(group.members)))
-        if handle is None:
+        ranks = tuple(sorted(group.members))
+        if ranks not in self._groups:
             raise ValueError(
                 f"{what} over {axis!r}: no process group was made for it on {self.mesh!r};"
                 f" name {axis!r} in TorchComm(mesh, axes=[...])"
@@ -218,7 +237,7 @@ class TorchComm:
                 f" for {self.device.type}; move it, or init_process(mesh, device={x.device.type!r})"
             )
         try:
-            yield handle
+            yield self._handle(ranks)
         except Exception as error:
             error.add_note(
                 f"in {what} over {axis!r} of {x.dtype} {list(x.shape)}, on rank {self.rank} of"
@@ -314,23 +333,18 @@ def _products(mesh: Mesh) -> list[Axis]:
     return [axis_of(axes) for n in sizes for axes in itertools.combinations(large, n)]
 
 
-def _groups(mesh: Mesh, axes: Sequence[Axis]) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """The torch groups of these products of axes that this process is in, by sorted ranks."""
+def _make_groups(mesh: Mesh, axes: Sequence[Axis]) -> frozenset[tuple[int, ...]]:
+    """Make the torch groups of these products of axes; the sorted ranks of those that there are."""
     world = dist.group.WORLD
     assert world is not None
-    made = _made.setdefault(world, {tuple(range(mesh.num_ranks)): world})
-    wanted = [
-        tuple(sorted(mesh.group(axis, coord)))
-        for axis in axes
-        if mesh.size(axis) > 1
-        for coord in mesh.coords()
-    ]
-    for ranks in dict.fromkeys(wanted):
-        if ranks not in made:
+    made = _made.setdefault(world, {})
+    everyone = tuple(range(mesh.num_ranks))
+    groups = [tuple(sorted(mesh.group(a, c))) for a in axes for c in mesh.coords()]
+    for ranks in dict.fromkeys(groups):
+        if ranks != everyone and len(ranks) > 1 and ranks not in made:
             handle = dist.new_group(list(ranks))
             made[ranks] = handle if isinstance(handle, dist.ProcessGroup) else None
-    allowed = {tuple(range(mesh.num_ranks)), *wanted}
-    return {ranks: handle for ranks in allowed if (handle := made[ranks]) is not None}
+    return frozenset([everyone, *groups])
 
 
 def _torch_order(group: Group) -> list[int]:

@@ -221,9 +221,10 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> str:
     if bool(same.all()):
         return ""
     bound = TOLERANCE.get(a.dtype, 0.0)
-    wide = torch.promote_types(
-        a.dtype, torch.float32 if a.dtype.is_floating_point else torch.float64
-    )
+    if not bound:
+        wide = torch.complex128 if a.is_complex() else torch.float64
+    else:
+        wide = torch.promote_types(a.dtype, torch.float32)
     a, b = a.to(wide), b.to(wide)
     sizes = torch.cat([a.flatten(), b.flatten()]).abs()
     scale = sizes[sizes.isfinite()].max().item() if bool(sizes.isfinite().any()) else 0.0

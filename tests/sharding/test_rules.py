@@ -163,7 +163,7 @@ ILLEGAL = [
     ({**TP, "heads": ("x", "tp")}, "heads=('x', 'tp') must start with the axes of kv_heads='tp'"),
     ({**TP, "heads": ("tp", "x"), "o_heads": ("tp", "x")},
      "heads=('tp', 'x') is finer than kv_heads='tp' by 'x', which copies KV heads; that needs one"
-     " whole KV head a rank, but 4 heads lie on 2: give kv_heads 4 ranks, or put 'x' into page_tok"),
+     " whole KV head a rank, but 4 heads lie on 2: give kv_heads 4 ranks, or put 'x' into page"),
     ({**TP, "heads": "tp", "o_heads": ("x", "tp")},
      "o_heads=('x', 'tp') can't be reached from heads='tp': can't go from layout"),
     ({**LEGAL["flashcomm2"], "residual_tokens": ("tp", "x")},
