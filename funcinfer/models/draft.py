@@ -14,6 +14,7 @@ Source: DeepSeek-V3 technical report, section 2.2; transformers' MtpModel.
 import torch
 
 from funcinfer.kvcache.batch import Batch, prepare
+from funcinfer.layers import primitives as ops
 from funcinfer.layers.embedding import embed
 from funcinfer.models.decoder import (
     Cache,
@@ -70,7 +71,7 @@ def draft(
             positions_T = reshard(batch.positions, P(rules["tokens"]), P(rules["residual_tokens"]))
             e_TD = torch.where(positions_T[:, None] == 0, 0, e_TD)
         joined_TCD = torch.stack([norm(e_TD, p["enorm"]), norm(hidden_TD, p["hnorm"])], 1)
-        x_TD = torch.einsum("tcd,ecd->te", joined_TCD, p["eh_proj"])
+        x_TD = ops.linear(joined_TCD, p["eh_proj"], dims=2)
         x_TD, (cache, _) = run_layer(
             module.layer,
             draft_prefix(index),
