@@ -96,7 +96,7 @@ def test_two_replicas_that_a_write_made_differ_are_caught():
         ValueError,
         match=r"output: declared P\(None\), so ranks 0 \(tp=0\) and 1 \(tp=1\) must hold the same,"
         r" but 2 of 2 values differ, by up to 1 at \[0\] \(largest value 1\)\. A psum over 'tp' may"
-        r" be missing, a replicated argument may be written in place, or the output is sharded over",
+        r" be missing, a replicated argument may be written in place, or the output is sharded",
     ):
         shard_map(f, TP, (spec,), spec, donate=(0,))(torch.zeros(2))
     out = shard_map(f, TP, (spec,), spec, donate=(0,), check=False)(torch.zeros(2))
