@@ -5,160 +5,65 @@ One rule and no phases. A live request has `computed` positions in the cache out
 
     count = min(budget left, total - computed)
 
-tokens, in order of arrival. A prompt, a chunk of a prompt, a decode row and a recomputed request
-differ in nothing but these two numbers, so they share one batch and one token budget. A request
-wants logits exactly when the step reaches its total.
+tokens, in order. A prompt, a chunk of a prompt, a decode row and a recomputed request differ in
+nothing but these two numbers, so they share one batch and one token budget. A request wants logits
+exactly when the step reaches its total; then drafts can follow, as just more tokens.
 
-Running requests arrived before waiting ones, always, and both are kept in order of arrival:
+Requests are ordered by priority, the smallest number first, then by arrival:
 
 - admission takes the first waiting request when there is budget, a place, and pages for all of
-  its tokens; nobody overtakes it;
-- a running request that lacks a page preempts the latest arrival: that one gives back its pages,
-  starts again from computed = 0 and goes to the head of the waiting ones. Its output so far is
-  kept and recomputed like a prompt. The latest arrival itself never preempts: it makes do with
-  the pages that are left, perhaps none this step;
-- what could not run with the whole pool for itself is refused by `add`, so the oldest request
-  always runs, and every request ends.
+  its tokens; nobody overtakes it. What others have computed of them is not computed again;
+- a running request that lacks a page preempts the last running one: that one gives back its pages,
+  starts again from computed = 0 and waits. Its output so far is kept and recomputed like a prompt.
+  The last one itself never preempts: it makes do with the pages that are left, perhaps none this
+  step. Neither do drafts, nor a waiting request, whatever its priority;
+- what could not run with the whole pool for itself is refused by `add`, so the first running
+  request always runs, and every request ends.
+
+A page is shared only when it is full, and what is shared is less than the total: each request
+computes at least one token, and writes to pages of its own.
 
 `schedule` counts the tokens it plans as computed. A planned request whose token has not been
-committed yet has computed == total, so a further `schedule` leaves it alone. Every stay of a
-request in the running set has an epoch of its own, and each `Work` carries it: a token that
-comes late, after a preemption or for an earlier request of the same id, is recognised and dropped.
+committed yet has computed == total, so a further `schedule` leaves it alone; or, with `ahead`,
+plans a row for the token that is not known yet. Every stay of a request in the running set has an
+epoch of its own, and each `Work` carries it: a token that comes late, after a preemption or for an
+earlier request of the same id, is recognised and dropped.
 
 Cost: a step touches the running requests and the admitted ones, not the rest of the queue, and
 copies no token or page list.
 """
 
-from collections import OrderedDict
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 from funcinfer.kvcache.allocator import PagePool
-from funcinfer.kvcache.layout import pages_needed
+from funcinfer.kvcache.prefix import Chain
+from funcinfer.serving.planning import (
+    Step,
+    admit,
+    enter_blocks,
+    plan_row,
+    preempt_last,
+    release,
+    sure_positions,
+)
+from funcinfer.serving.request import Plan, Request, ScheduleState, Work, never_fits
 
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """One live request; made by `add`, changed by the functions of this file only.
-
-    tokens: prompt and output in one list, which only ever grows; the first prompt_len are the
-    prompt. computed: positions whose keys and values are in the cache, or planned to be.
-    pages: the page-table row. epoch: the present stay in the running set. sampling: anything the
-    caller wants to find here again; the scheduler does not look at it.
-    """
-
-    id: Hashable
-    tokens: list[int] = field(repr=False)
-    prompt_len: int
-    max_total: int
-    stop: frozenset[int]
-    sampling: Any
-    arrival: int
-    epoch: int
-    computed: int = 0
-    pages: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-
-    @property
-    def prompt(self) -> list[int]:
-        """The prompt tokens, copied."""
-        return self.tokens[: self.prompt_len]
-
-    @property
-    def output(self) -> list[int]:
-        """The tokens generated so far, copied."""
-        return self.tokens[self.prompt_len :]
-
-    @property
-    def num_output(self) -> int:
-        """Number of tokens generated so far: also the index of the next draw."""
-        return len(self.tokens) - self.prompt_len
-
-
-class Work(NamedTuple):
-    """One row of a step: `num_tokens` tokens of one request from position `start` on.
-
-    history and pages are the request's own lists, not copies. Both only grow while the row is in
-    flight (a preempted request gets a new page list), and the row covers positions that are there.
-    """
-
-    request_id: Hashable
-    start: int
-    num_tokens: int
-    wants_logits: bool
-    epoch: int
-    history: list[int]
-    pages: list[int]
-
-    @property
-    def tokens(self) -> list[int]:
-        """The tokens of this row, copied."""
-        return self.history[self.start : self.start + self.num_tokens]
-
-
-class Plan(NamedTuple):
-    """What one step computes: rows in batch order, how many tokens they have, who was preempted."""
-
-    works: tuple[Work, ...]
-    num_tokens: int
-    preempted: tuple[Hashable, ...]
-
-
-@dataclass(slots=True, eq=False)
-class ScheduleState:
-    """Everything the scheduler knows. Both dicts are in order of arrival, running ones first.
-
-    max_length: most tokens, prompt and output, that the model can take; None: no limit.
-    counter: number of arrivals and epochs so far.
-    """
-
-    pool: PagePool
-    page_size: int
-    max_length: int | None = None
-    running: dict[Hashable, Request] = field(default_factory=dict)
-    waiting: OrderedDict[Hashable, Request] = field(default_factory=OrderedDict)
-    counter: int = 0
-
-    def __post_init__(self) -> None:
-        if self.page_size < 1:
-            raise ValueError(f"page_size is {self.page_size}: it must be at least 1")
-
-    def request(self, request_id: Hashable) -> Request:
-        """The live request of this id. Raises ValueError when there is none."""
-        found = self.running.get(request_id) or self.waiting.get(request_id)
-        if found is None:
-            raise ValueError(f"no live request has the id {request_id!r}")
-        return found
-
-
-def never_fits(
-    prompt_len: int, max_total: int, *, num_pages: int, page_size: int, max_length: int | None
-) -> str | None:
-    """Why a request can never run to its end, or None when it can.
-
-    max_total: tokens of prompt and output together at which the request ends. The last of them is
-    never read back, so max_total - 1 positions are cached. num_pages: size of the pool, its
-    scratch page included. A caller that would rather cut requests than refuse them passes
-    max_total = min(prompt_len + max_tokens, max_length).
-
-    >>> never_fits(5, 9, num_pages=3, page_size=4, max_length=None)
-    >>> never_fits(5, 10, num_pages=3, page_size=4, max_length=None)
-    'a request of 10 tokens needs 3 pages of 4; the pool has 2 for requests'
-    """
-    if prompt_len < 1:
-        return "the prompt is empty"
-    if max_total <= prompt_len:
-        return f"a prompt of {prompt_len} tokens leaves none to generate within {max_total}"
-    if max_length is not None and max_total > max_length:
-        return f"a request of {max_total} tokens is longer than the maximal length {max_length}"
-    needed = pages_needed(max_total - 1, page_size)
-    if needed > num_pages - 1:
-        return (
-            f"a request of {max_total} tokens needs {needed} pages of {page_size}; "
-            f"the pool has {num_pages - 1} for requests"
-        )
-    return None
+__all__ = [
+    "PagePool",
+    "Plan",
+    "Request",
+    "ScheduleState",
+    "Work",
+    "add",
+    "commit",
+    "finish",
+    "fork",
+    "never_fits",
+    "preempt",
+    "propose",
+    "schedule",
+]
 
 
 def add(
@@ -169,11 +74,15 @@ def add(
     max_total: int,
     stop: frozenset[int] = frozenset(),
     sampling: Any = None,
+    priority: int = 0,
+    scope: Hashable = None,
 ) -> Request:
-    """Put a request at the end of the waiting ones.
+    """Put a request behind the waiting ones of its priority.
 
     max_total: tokens of prompt and output together at which it ends with reason "length".
     stop: token ids that end it with reason "stop"; the stop token belongs to the output.
+    priority: a smaller number runs first. scope: who may share pages with it: requests of an equal
+    one, see `funcinfer.kvcache.prefix.scope`.
     Raises ValueError when the id is live already, and for what can never fit. An id is free again
     once its request has ended.
 
@@ -192,6 +101,9 @@ def add(
     )
     if reason is not None:
         raise ValueError(f"request {request_id!r} can never run: {reason}")
+    if not isinstance(priority, int):
+        raise ValueError(f"request {request_id!r}: priority is {priority!r}, not an int")
+    hash(scope)  # one that can't be hashed fails here, not in a step
     state.counter += 1
     request = Request(
         id=request_id,
@@ -202,17 +114,87 @@ def add(
         sampling=sampling,
         arrival=state.counter,
         epoch=state.counter,
+        order=(priority, state.counter, 0),
+        chain=Chain(scope) if state.prefix is not None else None,
     )
-    state.waiting[request_id] = request
+    state.waiting.push(request)
     return request
 
 
-def schedule(state: ScheduleState, budget: int, max_running: int) -> Plan:
+def fork(
+    state: ScheduleState, parent_id: Hashable, request_id: Hashable, *, sampling: Any = None
+) -> Request:
+    """Add one more completion of a live request's prompt: the same but for `sampling`.
+
+    It runs once the prompt has been computed, and shares the full pages of it; from the last,
+    partial page on it computes for itself. It arrives with its parent, and lives its own life.
+    Raises ValueError when no live request has the parent's id, or one has the new id.
+
+    >>> state = ScheduleState(PagePool(9), page_size=2)
+    >>> parent = add(state, "a", [7, 8, 9], max_total=5)
+    >>> child = fork(state, "a", "a/1")
+    >>> work, = schedule(state, 8, 2).works
+    >>> commit(state, work, [4])
+    (1, None)
+    >>> [work.request_id for work in schedule(state, 8, 2).works]
+    ['a', 'a/1']
+    >>> child.pages[0] == parent.pages[0], child.row_start
+    (True, 2)
+    """
+    parent = state.request(parent_id)
+    priority, arrival, _ = parent.order
+    child = add(
+        state,
+        request_id,
+        parent.prompt,
+        max_total=parent.max_total,
+        stop=parent.stop,
+        sampling=sampling,
+        priority=priority,
+        scope=parent.chain.scope if parent.chain is not None else None,
+    )
+    state.waiting.pop(request_id)
+    child.order, child.arrival, child.parent = (priority, arrival, child.arrival), arrival, parent
+    state.waiting.push(child)
+    return child
+
+
+def propose(state: ScheduleState, request_id: Hashable, drafts: Sequence[int]) -> None:
+    """Say what the next tokens of a request may be; its next row has them verified.
+
+    They are cut at what the budget, the free pages and the length of the request allow. They
+    replace earlier ones, and are gone after a preemption. Raises ValueError when no live request
+    has the id, or a row in flight is about to bring its next token.
+    """
+    request = state.request(request_id)
+    if request.in_flight:
+        raise ValueError(f"request {request_id!r}: drafts can't follow a token not committed yet")
+    request.drafts = tuple(drafts)
+
+
+def schedule(
+    state: ScheduleState,
+    budget: int,
+    max_running: int,
+    *,
+    ahead: int = 0,
+    num_drafts: int = 0,
+    chunk: Callable[[int], int] | None = None,
+) -> Plan:
     """Plan one step: at most `budget` tokens of at most `max_running` requests.
+
+    ahead: 0: the steps planned before have been run. 1: the last of them may be running still, and
+    where its token is all that a request waits for, a `late` row is planned; not for a request that
+    may be at its end with that token.
+    num_drafts: drafts the device has for each row that follows one that wanted logits; those that
+    were proposed go first. Drafts get what budget is left when each running request behind has a
+    token, and pages that are free.
+    chunk: most tokens of a row of several that starts at this position, see
+    `funcinfer.serving.chunking`; a row has at least one. It must not raise.
 
     Changes the state: pages are taken, requests admitted and preempted, planned tokens counted as
     computed. A budget of at least max_running lets every running request decode in every step.
-    Raises ValueError for a budget or max_running below 1.
+    Raises ValueError for a budget or max_running below 1, a negative num_drafts, another `ahead`.
 
     >>> state = ScheduleState(PagePool(4), page_size=4)
     >>> request = add(state, "a", [7, 8, 9], max_total=5)
@@ -223,42 +205,33 @@ def schedule(state: ScheduleState, budget: int, max_running: int) -> Plan:
     """
     if budget < 1 or max_running < 1:
         raise ValueError(f"budget {budget} and max_running {max_running} must be at least 1")
-    running, page_size = state.running, state.page_size
-    works: list[Work] = []
-    preempted: list[Hashable] = []
-    left = budget
-    for request in tuple(running.values()):
-        if left == 0 or request.id not in running:  # victims are a tail of the running ones
-            break
-        count = len(request.tokens) - request.computed
-        if count > left:
-            count = left
-        lacking = request.computed + count - len(request.pages) * page_size
-        if lacking > 0:
-            count -= lacking - _take_pages(state, request, lacking, preempted)
-        if count > 0:
-            works.append(_plan(request, count))
-            left -= count
-    while left and state.waiting and len(running) < max_running and not preempted:
-        request = next(iter(state.waiting.values()))
-        total = len(request.tokens)
-        if pages_needed(total, page_size) > state.pool.num_free:
-            break
-        running[request.id] = state.waiting.pop(request.id)
-        count = min(left, total)
-        _take_pages(state, request, count, preempted)
-        works.append(_plan(request, count))
-        left -= count
-    return Plan(tuple(works), budget - left, tuple(preempted))
+    if ahead not in (0, 1) or num_drafts < 0:
+        raise ValueError(f"ahead is {ahead}, num_drafts {num_drafts}: expected 0 or 1, and >= 0")
+    step = Step(state, state.page_size, budget, ahead, num_drafts, chunk)
+    running = state.running
+    requests = tuple(running.values())
+    behind = len(requests)
+    for request in requests:
+        behind -= 1
+        if not step.left or (step.preempted and request.id not in running):
+            break  # victims are a tail of the running ones
+        if request.computed >= request.next_full:
+            enter_blocks(state, request, sure_positions(request, ahead))
+        plan_row(step, request, behind)
+    num_hit = 0 if step.preempted else admit(step, max_running)
+    return Plan(tuple(step.works), budget - step.left, tuple(step.preempted), num_hit)
 
 
 def commit(state: ScheduleState, work: Work, tokens: Sequence[int]) -> tuple[int, str | None]:
     """Append the tokens sampled for a row: how many were accepted, and why the request ended.
 
-    tokens: at least one; cut after the first stop token, else at max_total. A request that ends
-    leaves the state and gives back its pages; the reason is "stop", "length", or None while it
-    goes on. Tokens of a stale row (the request has ended or was preempted since) are dropped: 0.
-    Raises ValueError for a row that did not want logits, or without tokens.
+    tokens: at least one; after a row with drafts, those accepted and one more. Cut after the first
+    stop token, else at max_total. Positions of rejected drafts count as not computed: a later row
+    writes over them. A request that ends leaves the state and gives back its pages; the reason is
+    "stop", "length", or None while it goes on. Tokens of a stale row (the request has ended or was
+    preempted since) are dropped: 0. Rows of one request are committed in order.
+    Raises ValueError for a row that did not want logits or has been committed, without tokens, and
+    where all but the last of the tokens aren't the row's drafts.
 
     >>> state = ScheduleState(PagePool(4), page_size=4)
     >>> request = add(state, "a", [7, 8, 9], max_total=5)
@@ -274,19 +247,23 @@ def commit(state: ScheduleState, work: Work, tokens: Sequence[int]) -> tuple[int
     request = state.running.get(work.request_id)
     if request is None or request.epoch != work.epoch:
         return 0, None
+    history, num_drafts, count = request.tokens, work.num_drafts, len(tokens)
+    if num_drafts or count > 1 or not request.in_flight:
+        _check_tokens(request, work, tokens)
+    known = len(history)
     reason = None
-    accepted = 0
-    for token in tokens:
-        request.tokens.append(token)
-        accepted += 1
-        if token in request.stop:
-            reason = "stop"
-        elif len(request.tokens) == request.max_total:
-            reason = "length"
-        if reason is not None:
-            finish(state, request.id, reason)
-            break
-    return accepted, reason
+    if known + count < request.max_total and request.stop.isdisjoint(tokens):
+        history.extend(tokens)
+    else:
+        count, reason = _append(request, tokens)
+    request.in_flight -= 1
+    if num_drafts >= count:
+        request.computed -= num_drafts + 1 - count
+    if reason is not None:
+        if request.computed >= request.next_full:
+            enter_blocks(state, request, known + min(count - 1, num_drafts))
+        finish(state, request.id, reason)
+    return count, reason
 
 
 def finish(state: ScheduleState, request_id: Hashable, reason: str) -> Request:
@@ -297,64 +274,48 @@ def finish(state: ScheduleState, request_id: Hashable, reason: str) -> Request:
     """
     request = state.request(request_id)
     (state.running if request_id in state.running else state.waiting).pop(request_id)
-    _release(state, request)
+    release(state, request)
+    request.chain = request.parent = None
     request.finish_reason = reason
     return request
 
 
 def preempt(state: ScheduleState, request_id: Hashable) -> None:
-    """Take a running request out, and with it those that arrived later, to be computed afresh.
+    """Take a running request out, and with it those behind it, to be computed afresh.
 
-    They go to the head of the waiting ones, still in order of arrival. Also the way back after a
-    step that failed: preempt the request of its first row, and nothing of that step remains.
+    They wait, in their order. Also the way back after a step that failed: preempt the request of
+    its first row, and nothing of that step remains; with `ahead`, the first of the rows in flight.
     Raises ValueError when no running request has the id.
     """
     if request_id not in state.running:
         raise ValueError(f"no running request has the id {request_id!r}")
     while request_id in state.running:
-        _preempt_latest(state)
+        preempt_last(state)
 
 
-def _plan(request: Request, count: int) -> Work:
-    """The row for the next `count` tokens, which count as computed from now on."""
-    start = request.computed
-    request.computed = end = start + count
-    reaches_total = end == len(request.tokens)
-    return Work(
-        request.id, start, count, reaches_total, request.epoch, request.tokens, request.pages
-    )
+def _append(request: Request, tokens: Sequence[int]) -> tuple[int, str | None]:
+    """Append tokens up to the first that ends the request: how many there are, and why it ends."""
+    for count, token in enumerate(tokens, start=1):
+        request.tokens.append(token)
+        if token in request.stop:
+            return count, "stop"
+        if len(request.tokens) == request.max_total:
+            return count, "length"
+    return len(tokens), None
 
 
-def _take_pages(
-    state: ScheduleState, request: Request, lacking: int, preempted: list[Hashable]
-) -> int:
-    """Get pages for `lacking` more positions; returns for how many of them there are pages now.
-
-    Later arrivals are preempted as long as pages are missing; the latest one takes what is left.
-    """
-    pool, page_size = state.pool, state.page_size
-    wanted = pages_needed(lacking, page_size)
-    while wanted > pool.num_free and next(reversed(state.running)) != request.id:
-        preempted.append(_preempt_latest(state))
-    pages = pool.allocate(min(wanted, pool.num_free))
-    assert pages is not None, "no more than the free pages are asked for"
-    request.pages.extend(pages)
-    return min(lacking, len(pages) * page_size)
-
-
-def _preempt_latest(state: ScheduleState) -> Hashable:
-    """Move the latest running request to the head of the waiting ones; returns its id."""
-    request_id, request = state.running.popitem()
-    _release(state, request)
-    state.waiting[request_id] = request
-    state.waiting.move_to_end(request_id, last=False)
-    return request_id
-
-
-def _release(state: ScheduleState, request: Request) -> None:
-    """Give back the pages and start a new epoch; rows in flight keep the old page list."""
-    pages, request.pages = request.pages, []
-    request.computed = 0
-    state.counter += 1
-    request.epoch = state.counter
-    state.pool.free(pages)
+def _check_tokens(request: Request, work: Work, tokens: Sequence[int]) -> None:
+    """Raise ValueError unless the tokens can be those of a row in flight."""
+    if not request.in_flight:
+        raise ValueError(f"request {request.id!r}: the row at {work.start} is committed already")
+    drafts, accepted = work.drafts, len(tokens) - 1
+    if drafts and tuple(tokens[: min(accepted, len(drafts))]) != drafts[:accepted]:
+        raise ValueError(
+            f"request {request.id!r}: tokens {list(tokens)} don't begin with accepted drafts of "
+            f"{list(drafts)}"
+        )
+    if accepted > work.num_drafts and request.in_flight > 1:
+        raise ValueError(
+            f"request {request.id!r}: {len(tokens)} tokens for a row with {work.num_drafts} "
+            f"drafts, while the next row is in flight"
+        )
