@@ -22,6 +22,7 @@ from funcinfer.kvcache.batch import Rows
 from funcinfer.kvcache.layout import pages_needed
 from funcinfer.serving import schedule
 from funcinfer.serving.model import Model
+from funcinfer.serving.params import check_vocab
 from funcinfer.serving.sampling import (
     SamplingParams,
     choose,
@@ -33,6 +34,18 @@ from funcinfer.serving.schedule import Plan, Request, ScheduleState, Work
 from funcinfer.sharding import P, axis_index
 from funcinfer.tree import tree_leaves
 
+# Fields of SamplingParams that a larger loop serves, from the same pieces.
+UNSERVED = (
+    "n",
+    "stop",
+    "min_tokens",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "logprobs",
+    "prompt_logprobs",
+)
 OnToken = Callable[["Completion", int], None]
 
 
@@ -153,12 +166,13 @@ class Engine:
         request gets a fresh one.
 
         ValueError, before anything is changed, for a prompt that is empty, too long or holds what
-        is no token of the vocabulary, a stop token outside of it, a request that needs more pages
-        than the pool has, and the id of a live request.
+        is no token of the vocabulary, a stop token outside of it, a field of `sampling` that this
+        loop leaves out (UNSERVED), a request that needs more pages than the pool has, and the id of
+        a live request.
         """
         sampling = sampling or SamplingParams()
-        tokens = self._token_ids("prompt", prompt)
-        self._token_ids("stop_token_ids", sampling.stop_token_ids)
+        tokens = self._token_ids(prompt)
+        _check_served(sampling, self.model.cfg.vocab_size)
         group = min(range(len(self.states)), key=lambda g: _num_live(self.states[g]))
         state = self.states[group]
         max_total = _max_total(state, len(tokens), sampling.max_tokens)
@@ -277,17 +291,17 @@ class Engine:
         completion.finish_reason = reason
         return completion
 
-    def _token_ids(self, name: str, values: Iterable[int]) -> list[int]:
-        """The values as ints; ValueError where one is no token of the vocabulary."""
+    def _token_ids(self, prompt: Iterable[int]) -> list[int]:
+        """The prompt as ints; ValueError where one is no token of the vocabulary."""
         vocab_size, ids = self.model.cfg.vocab_size, []
-        for value in values:
+        for value in prompt:
             try:
                 ids.append(operator.index(value))
             except TypeError:
-                raise ValueError(f"{name}: {value!r} is no token id; give whole numbers") from None
+                raise ValueError(f"prompt: {value!r} is no token id; give whole numbers") from None
             if not 0 <= ids[-1] < vocab_size:
                 raise ValueError(
-                    f"{name}: token {ids[-1]} is outside of the vocabulary, 0 to {vocab_size - 1}"
+                    f"prompt: token {ids[-1]} is outside of the vocabulary, 0 to {vocab_size - 1}"
                 )
         return ids
 
@@ -317,6 +331,14 @@ def _sample(logits_BV: torch.Tensor, requests: Sequence[Request]) -> list[int]:
     draws = [uniform(p.seed or 0, r.num_output) for p, r in zip(params, requests, strict=True)]
     uniforms_B = torch.tensor(draws, dtype=torch.float64, device=logits_BV.device)
     return choose(logits_BV, *stack_params(params, logits_BV.device), uniforms_B).tolist()
+
+
+def _check_served(sampling: SamplingParams, vocab_size: int) -> None:
+    """ValueError naming a field that the vocabulary forbids, or that this loop has no use for."""
+    check_vocab(sampling, vocab_size)
+    for name in UNSERVED:
+        if getattr(sampling, name) != getattr(SamplingParams(), name):
+            raise ValueError(f"{name} is {getattr(sampling, name)!r}: Engine leaves it out")
 
 
 def _max_total(state: ScheduleState, prompt_len: int, max_tokens: int) -> int:

@@ -4,6 +4,7 @@
 are preempted, new and freed pages hold NaN, and a request may be aborted at any time.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 
@@ -23,7 +24,7 @@ from tests.serving import tiny
 LAWS = (
     SamplingParams(),
     SamplingParams(temperature=0.8, seed=5),
-    SamplingParams(temperature=1.5, top_k=20, top_p=0.9, seed=2**64 - 1),
+    SamplingParams(temperature=1.5, top_k=20, top_p=0.9, min_p=0.01, seed=2**64 - 1),
 )
 
 
@@ -35,12 +36,9 @@ def requests(draw) -> tuple[list[int], SamplingParams]:
     stops = ()
     if draw(st.booleans()):
         stops = (tiny.stream(tuple(prompt), law, 6)[draw(st.integers(0, 5))],)
-    sampling = SamplingParams(
+    sampling = dataclasses.replace(
+        law,
         max_tokens=draw(st.integers(1, 10)),
-        temperature=law.temperature,
-        top_k=law.top_k,
-        top_p=law.top_p,
-        seed=law.seed,
         stop_token_ids=stops,
         ignore_eos=draw(st.booleans()),
     )
@@ -148,19 +146,19 @@ def test_a_step_writes_the_planned_slots_and_no_other(trace, budget):
         engine.add(*request)
     while engine.live:
         (state,) = engine.states
-        held = {page for request in state.running.values() for page in request.pages}
-        free = [page for page in range(1, 9) if page not in held]
+        used = {slot_of(r.pages, x) for r in state.running.values() for x in range(r.computed)}
+        unused = [i for i in range(4, 36) if i not in used]
         before = []
         for leaf in tree_leaves(engine.caches):
-            leaf[free] = 7.25
+            leaf.flatten(0, 1)[unused] = 7.25
             before.append(leaf.flatten(0, 1).clone())
         with tiny.recorded_plans() as plans:
             engine.step()
         (plan,) = plans
         planned = [
-            work.pages[position // 4] * 4 + position % 4
+            slot_of(work.pages, work.start + i)
             for work in plan.works
-            for position in range(work.start, work.start + work.num_tokens)
+            for i in range(work.num_tokens)
         ]
         assert len(set(planned)) == len(planned) == plan.num_tokens
         for old, leaf in zip(before, tree_leaves(engine.caches), strict=True):
@@ -169,8 +167,12 @@ def test_a_step_writes_the_planned_slots_and_no_other(trace, budget):
             fresh = {i for i in planned if bool((old[i] == 7.25).all())}
             assert fresh <= changed <= {0, *planned}
             assert bool(new.isfinite().all())
-            # A planned slot is used already only where its page was taken from another request.
+            # A planned slot is used already only where this step took its page from a request.
             assert plan.preempted or len(fresh) == len(planned)
+
+
+def slot_of(pages: list[int], position: int) -> int:
+    return pages[position // 4] * 4 + position % 4
 
 
 def mixed_trace() -> list[tuple[list[int], SamplingParams]]:
@@ -179,14 +181,7 @@ def mixed_trace() -> list[tuple[list[int], SamplingParams]]:
     return [
         (
             tiny.piece(11 * i, length),
-            SamplingParams(
-                max_tokens=3 + i,
-                temperature=law.temperature,
-                top_k=law.top_k,
-                top_p=law.top_p,
-                seed=law.seed,
-                ignore_eos=i % 2 == 0,
-            ),
+            dataclasses.replace(law, max_tokens=3 + i, ignore_eos=i % 2 == 0),
         )
         for (i, length), law in zip(enumerate(lengths), itertools.cycle(LAWS), strict=False)
     ]
