@@ -104,8 +104,8 @@ def test_trees_are_aligned_by_path_and_not_by_order():
     }
     with pytest.raises(
         ValueError,
-        match=r"the specs has 2 leaves where 7 are needed: missing 'm0', 'm1', 'm2', 'm3' and 2 more"
-        r", not expected 'b'",
+        match=r"the specs has 2 leaves where 7 are needed: missing 'm0', 'm1', 'm2', 'm3' and 2"
+        r" more, not expected 'b'",
     ):
         align({"a": 1, "b": 2}, ["a", *(f"m{i}" for i in range(6))], what="the specs")
 

@@ -24,6 +24,7 @@ from funcinfer.sharding import (
     psum,
     shard_map,
 )
+from funcinfer.sharding.comm import ExchangeComm
 
 GRID = Mesh(dp=2, tp=2)
 
@@ -179,6 +180,22 @@ def test_ranks_go_on_after_an_error():
         with pytest.raises(ZeroDivisionError):
             ranks.run(lambda: psum(ONE, "tp") / (1 // me("tp")))
         assert [x.tolist() for x in ranks.run(lambda: psum(ONE, "tp"))] == [[2.0, 2.0]] * 2
+
+
+def test_a_rank_may_write_its_tensor_while_others_still_read():
+    written = threading.Event()
+
+    def f():
+        env, x = current(), torch.ones(2)
+        assert env is not None and isinstance(env.comm, ExchangeComm)
+        parts = env.comm.exchange(x, env.group("tp"), "a collective")
+        if me("tp") == 0:
+            x.fill_(7.0)
+            written.set()
+        assert written.wait(30)
+        return [part.tolist() for part in parts]
+
+    assert run(f, Mesh(tp=2)) == [[[1.0, 1.0], [1.0, 1.0]]] * 2
 
 
 def test_random_delays_are_no_deadlock():
