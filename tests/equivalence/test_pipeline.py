@@ -3,8 +3,9 @@
 Which stage has which layer is written out here, for models whose layers do not divide evenly.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from funcinfer.sharding import Mesh, Rules, bind, presets, solo
 from funcinfer.sharding.comm import ExchangeComm, Group
 from funcinfer.spec import is_spec, with_dtype
 from funcinfer.tree import leaves_with_path, tree_leaves
-from tests.equivalence import tiny
+from tests.equivalence import layouts, small, tiny
 from tests.equivalence.families import family
 from tests.equivalence.harness import (
     ONE_RANK,
@@ -38,7 +39,7 @@ from tests.equivalence.harness import (
 )
 from tests.equivalence.layouts import tensor
 from tests.equivalence.small import attention_sublayer, decoder_of, mlp_sublayer
-from tests.launch import process_ranks, run_on_processes
+from tests.launch import Processes, process_ranks
 
 Model = tuple[int | None, Decoder, Any]
 
@@ -99,6 +100,18 @@ def test_stages_are_the_same_as_one_rank(name: str, layout: str) -> None:
     """Chunks, prompts, decode and verify rows; caches are checked too, and start as NaN."""
     (kv_heads, decoder, params), wanted = one_rank(name)
     assert_same(run(decoder, params, Layout(*LAYOUTS[layout](kv_heads))), wanted)
+
+
+SMALL_LAYOUTS = [name for name, x in layouts.LAYOUTS.items() if x.mesh.num_ranks <= 4]
+
+
+@pytest.mark.parametrize("layout", SMALL_LAYOUTS)
+def test_each_parallelism_inside_stages(layout: str) -> None:
+    decoder, inside = small.DECODERS["whole layers"], layouts.LAYOUTS[layout]
+    mesh = Mesh(pp=2, **dict(inside.mesh.axes))
+    staged = dataclasses.replace(inside, mesh=mesh).replace(layers="pp")
+    params = draw(decoder)
+    assert_same(run(decoder, params, staged), run(decoder, params, ONE_RANK))
 
 
 def test_logits_stay_sharded_where_the_rules_say_so() -> None:
@@ -401,11 +414,32 @@ def test_what_cannot_be_handed_on_is_an_error(
 # Processes.
 
 
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Processes]:
+    with Processes(2) as started:
+        yield started
+
+
 def on_processes(mesh: Mesh, name: str) -> None:
     (kv_heads, decoder, params), wanted = one_rank(name)
     layout = Layout(*presets.for_mesh(kv_heads, mesh))
     assert_same(run(decoder, params, layout, ranks=process_ranks(mesh)), wanted)
 
 
-def test_stages_as_processes() -> None:
-    run_on_processes(2, "tests.equivalence.test_pipeline:on_processes", Mesh(pp=2), ONE_SELECTION)
+def test_stages_as_processes(processes: Processes) -> None:
+    processes.call("tests.equivalence.test_pipeline:on_processes", Mesh(pp=2), ONE_SELECTION)
+
+
+def serve(mesh: Mesh, folder: str) -> tuple[list[list[int]], bool]:
+    """The tokens that a process's engine says, and whether it has the embedding."""
+    model = funcinfer.load(folder, dtype=torch.float32, mesh=mesh, ranks=process_ranks)
+    return model.generate(PROMPTS, OPTIONS), model.params["embed"] is not None
+
+
+def test_an_engine_says_the_same_on_processes(
+    processes: Processes, tiny_folder: Callable[..., Path]
+) -> None:
+    folder = tiny_folder("llama", num_hidden_layers=3)
+    wanted = funcinfer.load(folder, dtype=torch.float32).generate(PROMPTS, OPTIONS)
+    told = processes.call("tests.equivalence.test_pipeline:serve", Mesh(pp=2), str(folder))
+    assert told == [(wanted, True), (wanted, False)]
