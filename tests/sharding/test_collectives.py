@@ -1,6 +1,5 @@
-"""Collectives: the cases on threads and on gloo processes, identities, and what is refused."""
+"""Collectives: the cases on threads, identities, and what is refused. See also `test_processes`."""
 
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -27,24 +26,8 @@ from funcinfer.sharding import (
     shard_map,
     solo,
 )
-from tests.launch import Processes, process_ranks
 from tests.sharding import cases_trees  # noqa: F401  (adds its cases)
 from tests.sharding.cases import CASES
-
-
-def on_this_process(name: str, size: int) -> None:
-    CASES[name](process_ranks, size)
-
-
-@pytest.fixture(scope="module", params=[2, 4], ids=lambda n: f"{n}-processes")
-def processes(request: pytest.FixtureRequest) -> Iterator[Processes]:
-    with Processes(request.param) as started:
-        yield started
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_on_processes(processes, name):
-    processes.call("tests.sharding.test_collectives:on_this_process", name, processes.count)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 6, 8])

@@ -1,8 +1,9 @@
-"""What is particular to ranks as processes: how they start, find their groups and report faults."""
+"""Ranks as processes: the cases on gloo, how they start, find their groups and report faults."""
 
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from funcinfer.sharding import Mesh, P, ProcessRanks, TorchComm, init_process, p
 from funcinfer.sharding.comm import bind
 from funcinfer.sharding.comm_torch import _made
 from tests.launch import Processes, ProcessesFailed, process_ranks
+from tests.sharding import cases_trees  # noqa: F401  (adds its cases)
+from tests.sharding.cases import CASES
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = "tests.sharding.test_processes"
@@ -155,12 +158,22 @@ def one_rank_dies() -> None:
         os._exit(3)
 
 
-@pytest.fixture(scope="module")
-def four():
-    with Processes(4) as processes:
-        yield processes
+def on_this_process(name: str, size: int) -> None:
+    CASES[name](process_ranks, size)
 
 
+@pytest.fixture(scope="module", params=[2, 4], ids=lambda n: f"{n}-processes")
+def processes(request: pytest.FixtureRequest) -> Iterator[Processes]:
+    with Processes(request.param) as started:
+        yield started
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_on_processes(processes, name):
+    processes.call(f"{HERE}:on_this_process", name, processes.count)
+
+
+@pytest.mark.parametrize("processes", [4], indirect=True)
 @pytest.mark.parametrize(
     "function",
     [
@@ -172,8 +185,8 @@ def four():
     ],
     ids=lambda f: f.__name__,
 )
-def test_on_four_processes(four, function):
-    four.call(f"{HERE}:{function.__name__}")
+def test_on_four_processes(processes, function):
+    processes.call(f"{HERE}:{function.__name__}")
 
 
 def test_the_launcher_reports_what_went_wrong():
@@ -189,10 +202,10 @@ def test_the_launcher_reports_what_went_wrong():
             ProcessesFailed, match=r"(?s)--- rank 0: did not end in time; it is at.*psum"
         ):
             processes.call(f"{HERE}:one_rank_hangs")
-        with pytest.raises(ProcessesFailed, match="--- rank 0: ended with exit code 3"):
-            processes.call(f"{HERE}:one_rank_dies")
         assert processes.call("os:getenv", "RANK") == ["0", "1"]
         assert before != [worker.pid for worker in processes._workers]
+        with pytest.raises(ProcessesFailed, match="--- rank 0: ended with exit code 3"):
+            processes.call(f"{HERE}:one_rank_dies")
 
 
 TORCHRUN = r"""
@@ -227,8 +240,3 @@ def test_torchrun_starts_the_ranks(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("sum 3.0") == 2
-
-
-def test_importing_the_package_makes_no_use_of_process_groups():
-    code = "import sys, funcinfer; sys.exit('funcinfer.sharding.comm_torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
