@@ -26,9 +26,10 @@ PINNED = {
     "experts on an axis of their own": (Mesh(dp=2, ep=2), {}),
     "prompts and cache dealt": (Mesh(pcp=2, tp=2, dcp=2), {}),
     "data, cache dealt": (Mesh(dp=2, dcp=4), dict(interleave=2)),
+    "stages": (Mesh(dp=2, pp=2, tp=2), {}),
 }
 LENGTHS = (13, 1, 8, 5)
-AXES = ("dp", "ep", "pcp", "tp", "dcp")
+AXES = ("dp", "ep", "pp", "pcp", "tp", "dcp")
 
 
 @functools.cache
