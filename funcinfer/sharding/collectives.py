@@ -108,11 +108,11 @@ def ppermute(x: torch.Tensor, axis: Axis, perm: Sequence[tuple[int, int]]) -> to
 
     ValueError where an index is out of range, or is source or target twice.
     """
-    size = axis_size(axis)
+    size, perm = axis_size(axis), tuple((source, target) for source, target in perm)
     for role, ends in (("source", [s for s, _ in perm]), ("target", [t for _, t in perm])):
         if len(set(ends)) != len(ends) or not all(0 <= e < size for e in ends):
             raise ValueError(
-                f"ppermute over {axis!r} of {size}: perm {tuple(perm)} must name each {role}"
+                f"ppermute over {axis!r} of {size}: perm {perm} must name each {role}"
                 f" from 0 to {size - 1} at most once"
             )
     if size == 1:

@@ -263,7 +263,7 @@ def ppermute_sends_whole_tensors(make: Make, size: int) -> None:
     for mesh, axes in each_axis(size):
         n = len(brute.group(mesh, axes, 0))
         rotation = [(i, (i + 1) % n) for i in range(n)]
-        for perm in (rotation, rotation[:1], [(i, i) for i in range(n)], []):
+        for perm in (rotation, rotation[:1], [[i, i] for i in range(n)], []):
             for shape in ((2, 3), ()):
                 xs = tensors(mesh, *shape)
 
