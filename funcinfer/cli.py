@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from funcinfer.hf_config import read_config
+from funcinfer.plan.command import add_plan
 from funcinfer.serving.engine import Completion, Engine
 from funcinfer.serving.load import load
 from funcinfer.serving.sampling import SamplingParams
@@ -80,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype", choices=["auto", *DTYPES], default="auto", help="auto: that of config.json"
     )
     generate.add_argument("--device", default="cpu", help="as torch names it (cpu)")
+    add_plan(commands)
     return parser
 
 

@@ -10,6 +10,7 @@ from funcinfer.layers.indexer import IndexerConfig
 from funcinfer.layers.mla import MLAConfig
 from funcinfer.layers.rope import Rope
 from funcinfer.models import gqa, mla
+from funcinfer.models.decoder import Decoder
 from funcinfer.models.experts import Experts
 
 EMBED, WIDTH, VOCAB = 20, 24, 45
@@ -72,7 +73,11 @@ CONFIGS = {
     "latent": latent(experts=True),
     "sparse": latent(3, experts=True, index_layers=(0, 2)),
 }
-DECODERS = {
-    name: gqa.decoder(cfg) if isinstance(cfg, gqa.Config) else mla.decoder(cfg)
-    for name, cfg in CONFIGS.items()
-}
+
+
+def decoder(cfg: gqa.Config | mla.Config) -> Decoder:
+    """The decoder of a Config of either kind."""
+    return gqa.decoder(cfg) if isinstance(cfg, gqa.Config) else mla.decoder(cfg)
+
+
+DECODERS = {name: decoder(cfg) for name, cfg in CONFIGS.items()}
