@@ -242,8 +242,9 @@ def _ratios(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Which drafts can be judged, and p_i(x_i) / q_i(x_i) of these; 0 for the others.
 
-    Those are drafts of -1 or without a target law, and all behind them. A draft to which its own
-    law gives probability 0 is judged, with ratio 0.
+    Those are drafts of -1 or without a target law; drafts behind them are never reached, because a
+    ratio of 0 is in the way. A draft to which its own law gives probability 0 is judged, with
+    ratio 0.
     """
     B, K = drafts_BK.shape
     if target_BLV.ndim != 3 or target_BLV.shape[:2] != (B, K + 1):
@@ -258,7 +259,7 @@ def _ratios(
             f"draft over the tokens of the target"
         )
     has_law_BK = target_BLV[:, :-1].amax(-1) > 0
-    live_BK = ((drafts_BK >= 0) & has_law_BK).cumprod(-1).bool()
+    live_BK = (drafts_BK >= 0) & has_law_BK
     at_BK1 = drafts_BK.clamp(min=0)[..., None]
     p_BK = target_BLV[:, :-1].gather(-1, at_BK1)[..., 0]
     q_BK = torch.ones_like(p_BK) if draft_BKV is None else draft_BKV.gather(-1, at_BK1)[..., 0]

@@ -17,6 +17,7 @@ from funcinfer.serving.sampling import (
     draft_seed,
     draw,
     fresh_seed,
+    invert,
     sample,
     stack_params,
     uniform,
@@ -108,6 +109,18 @@ def test_draw_of_weights_that_do_not_sum_to_one():
 def test_a_uniform_that_rounds_to_one_draws_the_last_possible_token():
     law = torch.tensor([[0.5, 0.5, 0.0]], dtype=torch.float32)
     assert draw(law, rows(1 - 2**-53)).tolist() == [1]
+
+
+def test_a_sum_that_is_not_monotone_draws_no_impossible_token():
+    """As parallel cumulative sums may be: one step down, over tokens of weight 0."""
+    weights_BV = rows([1.0, 0.0, 2.0, 0.0]).expand(4, 4)
+    cdf_BV = rows([1.0, 1.5, 3.0, 2.5]).expand(4, 4)
+    assert invert(weights_BV, cdf_BV, torch.tensor([[0.0], [1.0], [2.9], [3.0]])).tolist() == [
+        [0],
+        [2],
+        [2],
+        [2],
+    ]
 
 
 def test_top_p_includes_the_token_that_reaches_the_mass():
@@ -222,6 +235,15 @@ def test_top_p_never_widens_top_k():
     assert ((law_BV > 0).sum(-1) <= 7).all()
 
 
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [101, 40_001])
 def test_a_row_does_not_depend_on_its_neighbours(dtype, vocab):

@@ -589,6 +589,21 @@ def test_a_position_without_a_law_ends_the_drafts(rule):
         assert emitted.tokens_BL[4, emitted.num_accepted_B[4]] >= 0
 
 
+@pytest.mark.parametrize("rule", EXACT)
+def test_a_draft_behind_a_hole_is_none(rule):
+    """Behind a placeholder, and behind a place without a law, whatever stands there."""
+    target_BLV, drafts_BK, draft_BKV = random_case(50, 3, F64)
+    target_BLV[25:, 1] = 0
+    drafts_BK[:25, 1] = -1
+    for laws in (None, draft_BKV):
+        verdict = EXACT[rule](target_BLV, drafts_BK, laws)
+        none_BK = torch.cat([drafts_BK[:, :1], torch.full((50, 2), -1)], 1)
+        expected = EXACT[rule](target_BLV, none_BK, laws)
+        assert torch.equal(verdict.accepted_BL, expected.accepted_BL)
+        assert torch.equal(verdict.last_BLV[:, :2], expected.last_BLV[:, :2])
+        assert not verdict.accepted_BL[:, 2:].any()
+
+
 def test_a_place_without_a_token_ends_the_matching():
     sampled_BL = torch.tensor([[-1, 3, 4], [2, -1, 4], [2, 3, -1]])
     drafts_BK = torch.tensor([[-1, 3], [2, -1], [2, 3]])
@@ -616,6 +631,15 @@ def test_without_drafts_the_target_is_drawn_from(rule):
     assert match(torch.tensor([[4]]), torch.zeros(1, 0, dtype=torch.int64)).tokens_BL.item() == 4
 
 
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("rule", EXACT)
 def test_a_row_does_not_depend_on_its_neighbours(rule):
     target_BLV, drafts_BK, draft_BKV = random_case(9, 3)
@@ -623,7 +647,9 @@ def test_a_row_does_not_depend_on_its_neighbours(rule):
     wide_BKV = torch.randn(9, 3, 40_001, generator=torch.Generator().manual_seed(5)).softmax(-1)
     drafts_BK[2:4, 1:] = -1
     uniforms_B = torch.linspace(0, 0.999, 9, dtype=F64)
-    for p, q in ((target_BLV, draft_BKV), (target_BLV, None), (wide_BLV, wide_BKV)):
+    long, one = (wide_BLV, wide_BKV), (wide_BLV[:, :2], wide_BKV[:, :1])
+    for p, q in ((target_BLV, draft_BKV), (target_BLV, None), long, one):
+        drafts_BK = drafts_BK[:, : p.shape[1] - 1]
         judge = partial(EXACT[rule], p, drafts_BK, q)
         verdict, emitted = judge(), draw_verdict(judge(), drafts_BK, uniforms_B)
         for b in range(9):
