@@ -41,6 +41,7 @@ OWNERS = {
     "torch_npu": "funcinfer.layers.primitives.npu",
     "torch.utils._pytree": "funcinfer.tree",
     "torch.utils._cxx_pytree": "funcinfer.tree",
+    "torch.utils._python_dispatch": "funcinfer.sharding.meta",
 }
 MAX_LINES = 400
 

@@ -86,20 +86,16 @@ class CountProducts(QuickMeta):
         # They are kept, so that no other tensor can have their ids while this lives.
         self._weights = {id(w): w for w in weights}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """The result of `func`, noted if it is a product."""
-        out = super().__torch_dispatch__(func, types, args, kwargs)
+    def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Look at one operation."""
         tensors = [x for x in args if isinstance(x, Tensor)]
         if func.overloadpacket in flop_registry:
-            flops = flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
+            flops = flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
             moved = [x for x in tensors if id(x) not in self._weights]
             self._work.append(Product(flops, sum(map(_nbytes, moved)) + _nbytes(out)))
         elif tensors and all(id(x) in self._weights for x in tensors):
             made = out if isinstance(out, list | tuple) else [out]
             self._weights |= {id(x): x for x in made if isinstance(x, Tensor)}
-        return out
 
 
 # Of these, nothing is counted. What is not named here is looked into each time.

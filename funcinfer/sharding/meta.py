@@ -39,7 +39,12 @@ class QuickMeta(TorchDispatchMode):
             key = (func, _describe(args), *((k, _describe(v)) for k, v in kwargs.items()))
         except _NotAbstract:
             return func(*args, **kwargs)
-        return _look_up(key, func, args, kwargs)
+        out = _look_up(key, func, args, kwargs)
+        self.note(func, args, kwargs, out)
+        return out
+
+    def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Called with each operation on meta tensors; for classes that look at them."""
 
 
 def quick(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
