@@ -14,7 +14,8 @@ from funcinfer.kvcache.batch import batch_specs
 from funcinfer.layers.dispatch import padded_exchange, ragged_exchange
 from funcinfer.layers.moe import moe, moe_specs
 from funcinfer.layers.router import softmax_top_k
-from funcinfer.plan.kinds import cut, whole
+from funcinfer.models.decoder import Decoder
+from funcinfer.plan.kinds import Cut, cut, whole
 from funcinfer.plan.ragged import counted_exchange
 from funcinfer.plan.trace import Load, Trace, trace
 from funcinfer.sharding import Mesh, P, Rules, ThreadRanks, presets
@@ -24,6 +25,7 @@ from funcinfer.sharding.record import Collective, record, stage_coords
 from funcinfer.spec import init, with_dtype
 from funcinfer.tree import tree_map
 from tests.equivalence import tiny
+from tests.equivalence.families import FAMILIES, family
 from tests.equivalence.harness import PAGE_SIZE, Layout, Runner, draw, whole_prompts
 from tests.plan.spy import Call, spied
 
@@ -116,6 +118,34 @@ def totals(step: Trace) -> Counter[Call]:
     return found
 
 
+def assert_trace_is_the_real_step(decoder: Decoder, looked_at: Cut, preset: Preset) -> None:
+    """The trace that plans are made of, which sees kinds of layers only and counts primitives,
+    against a step of ranks: two prompts a requests group, then the last token of each once more.
+    """
+    mesh = preset.mesh
+    groups = mesh.size(preset.prefill["requests"])
+    lengths = dict.fromkeys(range(2 * groups), 6)
+    runner = Runner(decoder, draw(decoder), Layout(*preset), whole_prompts(lengths))
+    for decode, rules, load in (
+        (False, preset.prefill, Load(requests=2, new=6, context=6, wanted=6)),
+        (True, preset.decode, Load(requests=2, new=1, context=6)),
+    ):
+        runner.done = dict.fromkeys(runner.done, 6 - load.new)
+        batch, _ = runner.place(decode, dict.fromkeys(lengths, load.new))
+        called = real(runner, decode, batch)
+        for coord in stage_coords(rules, mesh):
+            step = trace(
+                looked_at,
+                mesh,
+                rules,
+                load,
+                page_size=PAGE_SIZE,
+                dtype=torch.float32,
+                coord=coord,
+            )
+            assert totals(step) == Counter(called[mesh.rank(coord)])
+
+
 # Layers 1 and 2, and 3 and 5, are of a kind.
 REPEATED = {
     "grouped": tiny.decoder(tiny.grouped(4, experts=True)),
@@ -127,34 +157,16 @@ REPEATED = {
 @pytest.mark.parametrize("name", ["dp, tp", "ep, sp", "pcp, sp", "pcp, dcp, sp, ep", "pp"])
 @pytest.mark.parametrize("model", REPEATED)
 def test_a_layer_of_each_kind_stands_for_all(model: str, name: str) -> None:
-    """The trace that plans are made of, which sees kinds of layers only and counts primitives."""
     decoder, preset = REPEATED[model], preset_of(model, name)
-    groups = preset.mesh.size(preset.prefill["requests"])
-    lengths = dict.fromkeys(range(2 * groups), 6)
-    runner = Runner(decoder, draw(decoder), Layout(*preset), whole_prompts(lengths))
-    staged = preset.mesh.size(preset.prefill["layers"]) > 1
-    looked_at = whole(decoder) if staged else cut(decoder)
-    assert len(looked_at.counts) == (len(decoder.layers) if staged else len(set(COUNTS[model])))
-    coords = stage_coords(preset.prefill, preset.mesh)
-    for decode, rules, load in (
-        (False, preset.prefill, Load(requests=2, new=6, context=6, wanted=6)),
-        (True, preset.decode, Load(requests=2, new=1, context=6)),
-    ):
-        if decode:
-            runner.done = dict.fromkeys(runner.done, 5)  # the last tokens once more
-        batch, _ = runner.place(decode, dict.fromkeys(lengths, load.new))
-        called = real(runner, decode, batch)
-        for coord in coords:
-            step = trace(
-                looked_at,
-                preset.mesh,
-                rules,
-                load,
-                page_size=PAGE_SIZE,
-                dtype=torch.float32,
-                coord=coord,
-            )
-            assert totals(step) == Counter(called[preset.mesh.rank(coord)])
+    looked_at = whole(decoder) if name == "pp" else cut(decoder)
+    assert_trace_is_the_real_step(decoder, looked_at, preset)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_is_traced_as_it_runs(name: str) -> None:
+    cfg, decoder, _ = family(name)
+    preset = parallel.expert_parallelism(cfg.num_kv_heads, dp=2, tp=2, sp=True)
+    assert_trace_is_the_real_step(decoder, cut(decoder), preset)
 
 
 # The kind of each layer.
