@@ -6,10 +6,14 @@ The parts of `funcinfer.serving.schedule`, which states the rules.
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from funcinfer.kvcache.layout import pages_needed
 from funcinfer.kvcache.prefix import common_hit
 from funcinfer.serving.request import NEVER, Request, ScheduleState, Work
+
+# A named tuple of all its fields, in half the time that its own constructor takes.
+new_work: Callable[[tuple[Any, ...]], Work] = partial(tuple.__new__, Work)
 
 
 @dataclass(slots=True, eq=False)
@@ -63,17 +67,19 @@ def plan_row(step: Step, request: Request, behind: int) -> None:
     request.computed = end
     step.left = left - count
     step.works.append(
-        Work(
-            request.id,
-            start,
-            count,
-            wants_logits,
-            request.epoch,
-            request.tokens,
-            request.pages,
-            num_drafts,
-            drafts,
-            late,
+        new_work(
+            (
+                request.id,
+                start,
+                count,
+                wants_logits,
+                request.epoch,
+                request.tokens,
+                request.pages,
+                num_drafts,
+                drafts,
+                late,
+            )
         )
     )
 
@@ -101,7 +107,9 @@ def _take_drafts(
     """How many drafts, at most `most`, follow the `total` tokens of a request; their values."""
     drafts, request.drafts = request.drafts, ()
     count = len(drafts) if drafts else step.num_drafts * request.has_drawn
-    most = min(most, request.max_total - total - 1)
+    left = request.max_total - total - 1
+    if left < most:
+        most = left
     if count > most:
         count = max(most, 0)
     room = len(request.pages) * step.page_size - total
@@ -198,8 +206,8 @@ def preempt_last(state: ScheduleState) -> Hashable:
 def release(state: ScheduleState, request: Request) -> None:
     """Give back the pages and start a new epoch; rows in flight keep the old page list."""
     pages, request.pages = request.pages, []
-    request.computed = request.row_start = request.in_flight = 0
-    request.has_drawn, request.drafts, request.next_full = False, (), NEVER
+    request.computed = request.in_flight = 0
+    request.has_drawn = False
     state.counter += 1
     request.epoch = state.counter
     state.pool.free(pages)

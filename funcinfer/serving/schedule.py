@@ -162,9 +162,9 @@ def fork(
 def propose(state: ScheduleState, request_id: Hashable, drafts: Sequence[int]) -> None:
     """Say what the next tokens of a request may be; its next row has them verified.
 
-    They are cut at what the budget, the free pages and the length of the request allow. They
-    replace earlier ones, and are gone after a preemption. Raises ValueError when no live request
-    has the id, or a row in flight is about to bring its next token.
+    They are cut at what the budget, the free pages and the length of the request allow, and replace
+    earlier ones. Raises ValueError when no live request has the id, or a row in flight is about to
+    bring its next token.
     """
     request = state.request(request_id)
     if request.in_flight:
@@ -309,7 +309,7 @@ def _check_tokens(request: Request, work: Work, tokens: Sequence[int]) -> None:
     if not request.in_flight:
         raise ValueError(f"request {request.id!r}: the row at {work.start} is committed already")
     drafts, accepted = work.drafts, len(tokens) - 1
-    if drafts and tuple(tokens[: min(accepted, len(drafts))]) != drafts[:accepted]:
+    if drafts and tuple(tokens[:accepted]) != drafts[:accepted]:
         raise ValueError(
             f"request {request.id!r}: tokens {list(tokens)} don't begin with accepted drafts of "
             f"{list(drafts)}"

@@ -457,6 +457,34 @@ def test_tokens_that_are_not_those_of_the_row_are_refused():
         propose(loop.state, "b", [1])
 
 
+def test_tokens_that_no_row_has_computed_are_not_in_the_cache():
+    """More tokens than rows, given by someone else, may end a request."""
+    for end in (2, 4):
+        loop = Loop(40, 1)
+        loop.add("a", [1, 2], end)
+        (work,) = schedule(loop.state, 9, 9).works
+        commit(loop.state, work, [3, 4, 5])
+        if end > 3:
+            assert loop.rows_of("a") == []
+            (work,) = schedule(loop.state, 9, 9).works
+            assert (work.start, work.tokens) == (2, [3, 4, 5])
+            commit(loop.state, work, [6])
+        tokens = sorted(block.tokens for block in loop.state.prefix.blocks)
+        assert tokens == [(token,) for token in ([1, 2] if end == 2 else [1, 2, 3, 4, 5])]
+
+
+def test_drafts_outlive_a_preemption():
+    loop = Loop(40, 2)
+    request = loop.add("a", [1, 2, 3], 9)
+    loop.step()
+    propose(loop.state, "a", guess(request.tokens, None, 2, 2))
+    preempt(loop.state, "a")
+    assert [(w.start, w.num_tokens) for w in loop.step().works] == [(0, 6)]
+    assert request.num_output == 4
+    loop.drain()
+    check(request)
+
+
 # Steps ahead
 
 
