@@ -8,7 +8,11 @@ mesh's, an embedding over half of the data axis.
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
+import pytest
+
+from funcinfer.models import gqa, mla
 from funcinfer.sharding import Mesh, Rules, ThreadRanks
 from tests.equivalence.harness import (
     ONE_RANK,
@@ -22,9 +26,16 @@ from tests.equivalence.harness import (
     run,
 )
 from tests.equivalence.small import ONE_LAYER
+from tests.equivalence.tiny import SIGMOID_EXPERTS, grouped, latent
 
 MESH = Mesh(a=2, b=2, c=2)
-RULE_SETS = 240
+WITH_EXPERTS = replace(grouped(1), experts=SIGMOID_EXPERTS, expert_layers=(0,))
+# A model of each kind, and how many rule sets it is tried with.
+MODELS = {
+    "grouped-query attention": (ONE_LAYER, 240),
+    "latent attention": (mla.decoder(latent(1)), 120),
+    "experts": (gqa.decoder(WITH_EXPERTS), 180),
+}
 SHORT = Trace(
     lengths={0: 9, 1: 6, 2: 5, 3: 4},
     steps=((False, {0: 5, 1: 3, 2: 1}), (True, {0: 3, 1: 3, 2: 3, 3: 1})),
@@ -53,6 +64,10 @@ def random_rules(rng: random.Random) -> Rules:
         if rng.random() < 0.5:
             more = rng.choice([(), rules["q_tokens"][:1]])
             rules["o_heads"] = rules["heads"] + more
+    rules |= {name: few(rng, MESH.names) for name in ("experts", "shared_mlp")}
+    free = [a for a in MESH.names if a not in rules["experts"]]
+    rules["moe_tokens"] = extended(rng, rng.choice([requests, rules["residual_tokens"]]), 0.25)
+    rules["expert_mlp"] = few(rng, [a for a in free if a not in rules["moe_tokens"]])
     if rng.random() < 0.15:
         rules["o_tokens"] = few(rng, MESH.names, 1)
     if rng.random() < 0.1:
@@ -72,17 +87,19 @@ def extended(rng: random.Random, axes: Axes, chance: float) -> Axes:
     return axes + tuple(a for a in others if rng.random() < chance)
 
 
-def test_no_legal_rules_are_silently_wrong():
-    params = draw(ONE_LAYER)
-    wanted = run(ONE_LAYER, params, ONE_RANK, SHORT)
+@pytest.mark.parametrize("model", MODELS)
+def test_no_legal_rules_are_silently_wrong(model: str):
+    decoder, rule_sets = MODELS[model]
+    params = draw(decoder)
+    wanted = run(decoder, params, ONE_RANK, SHORT)
     ranks, rng = ThreadRanks(MESH), random.Random(0)
     outcomes: Counter[str] = Counter()
     wrong: list[str] = []
     sharded: Counter[str] = Counter()
-    for _ in range(RULE_SETS):
+    for _ in range(rule_sets):
         rules = random_rules(rng)
         try:
-            runner = Runner(ONE_LAYER, params, Layout(MESH, rules), SHORT, ranks=ranks)
+            runner = Runner(decoder, params, Layout(MESH, rules), SHORT, ranks=ranks)
         except ValueError:
             outcomes["refused"] += 1
             continue
@@ -101,9 +118,11 @@ def test_no_legal_rules_are_silently_wrong():
         sharded.update(name for name, axis in rules.items() if axis is not None)
     assert not wrong, "\n".join(wrong)
     # The rules that were right are many, and each logical axis was sharded in some of them.
-    assert outcomes["right"] >= RULE_SETS // 3
-    assert outcomes["refused"] >= RULE_SETS // 10
+    assert outcomes["right"] >= rule_sets // 4
+    assert outcomes["refused"] >= rule_sets // 10
     for name in ("requests", "tokens", "residual_tokens", "q_tokens", "page_tokens", "heads"):
-        assert sharded[name] >= 20, name
-    for name in ("kv_heads", "o_heads", "o_tokens", "mlp", "vocab_in", "vocab_out", "logits"):
-        assert sharded[name] >= 5, name
+        assert sharded[name] >= rule_sets // 16, name
+    for name in ("kv_heads", "o_heads", "mlp", "vocab_in", "vocab_out", "experts", "moe_tokens"):
+        assert sharded[name] >= rule_sets // 50, name
+    for name in ("o_tokens", "logits", "expert_mlp"):
+        assert sharded[name] >= 1, name
