@@ -122,7 +122,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert_initial(self.engine)
 
 
-EngineMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
+EngineMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
 TestTraces = EngineMachine.TestCase
 
 
