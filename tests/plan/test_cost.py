@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from funcinfer.layers.primitives import reference
 from funcinfer.models import gqa
 from funcinfer.plan import Setting, Subject, find
 from funcinfer.plan.cost import Cost, cost_of
@@ -218,8 +219,6 @@ def test_sparse_attention_reads_what_is_selected() -> None:
 
 def test_counting_ops_have_the_results_of_the_reference() -> None:
     """Shapes and dtypes of what is counted in place of being done."""
-    from funcinfer.layers.primitives import reference
-
     def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
