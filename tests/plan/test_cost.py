@@ -219,6 +219,7 @@ def test_sparse_attention_reads_what_is_selected() -> None:
 
 def test_counting_ops_have_the_results_of_the_reference() -> None:
     """Shapes and dtypes of what is counted in place of being done."""
+
     def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
