@@ -89,12 +89,12 @@ class PagePool:
 
         Raises ValueError for a negative count.
         """
-        if count < 0:
-            raise ValueError(f"cannot allocate {count} pages")
         if count == 1 and self._free:  # what decode rows ask for, in fewer steps
             page = self._free.pop()
             self._references[page] = 1
             return (page,)
+        if count < 0:
+            raise ValueError(f"cannot allocate {count} pages")
         missing = count - len(self._free)
         if missing > len(self._idle):
             return None

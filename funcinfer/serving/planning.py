@@ -90,15 +90,17 @@ def _take_pages(step: Step, request: Request, lacking: int) -> int:
     Requests behind are preempted as long as pages are missing; the last one takes what is left.
     """
     state, wanted = step.state, pages_needed(lacking, step.page_size)
-    while wanted > state.pool.num_free:
+    while (pages := state.pool.allocate(wanted)) is None:
         last = next(reversed(state.running))
         if last == request.id:
+            pages = state.pool.allocate(state.pool.num_free) or ()
             break
         victim = state.running[last]
         if victim.computed >= victim.next_full:
             enter_blocks(state, victim, sure_positions(victim, step.ahead))
         step.preempted.append(preempt_last(state))
-    return min(lacking, _extend(step, request, wanted))
+    request.pages.extend(pages)
+    return min(lacking, len(pages) * step.page_size)
 
 
 def _take_drafts(
@@ -114,17 +116,11 @@ def _take_drafts(
         count = max(most, 0)
     room = len(request.pages) * step.page_size - total
     if count > room:
-        wanted = pages_needed(count - room, step.page_size)
-        count = min(count, room + _extend(step, request, wanted))
+        pool, wanted = step.state.pool, pages_needed(count - room, step.page_size)
+        pages = pool.allocate(wanted) or pool.allocate(pool.num_free) or ()
+        request.pages.extend(pages)
+        count = min(count, room + len(pages) * step.page_size)
     return count, drafts[:count]
-
-
-def _extend(step: Step, request: Request, wanted: int) -> int:
-    """Take up to `wanted` free pages; returns how many positions they have."""
-    pool = step.state.pool
-    pages = pool.allocate(wanted) or pool.allocate(pool.num_free) or ()
-    request.pages.extend(pages)
-    return len(pages) * step.page_size
 
 
 def admit(step: Step, max_running: int) -> int:
@@ -153,7 +149,7 @@ def _awaits_prompt(state: ScheduleState, child: Request) -> bool:
     parent, size = child.parent, state.page_size
     if parent is None or state.running.get(parent.id) is not parent:
         return False
-    computed = parent.next_full - size if state.prefix else parent.row_start
+    computed = parent.next_full - size if state.prefix is not None else parent.row_start
     return computed < (parent.prompt_len - 1) // size * size
 
 

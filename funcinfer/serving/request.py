@@ -181,10 +181,13 @@ class ScheduleState:
         if self.page_size < 1:
             raise ValueError(f"page_size is {self.page_size}: it must be at least 1")
         prefix = self.prefix
-        if prefix and (prefix.pool is not self.pool or prefix.page_size != self.page_size):
+        if prefix is None:
+            return
+        if prefix.pool is not self.pool or prefix.page_size != self.page_size:
+            whose = "this" if prefix.pool is self.pool else "another"
             raise ValueError(
-                f"prefix has page_size {prefix.page_size} and a pool of its own or this one: "
-                f"expected one over this pool with page_size {self.page_size}"
+                f"prefix is over {whose} pool with page_size {prefix.page_size}: "
+                f"expected this pool and page_size {self.page_size}"
             )
 
     def request(self, request_id: Hashable) -> Request:

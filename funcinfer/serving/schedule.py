@@ -166,7 +166,7 @@ def propose(state: ScheduleState, request_id: Hashable, drafts: Sequence[int]) -
     earlier ones. Raises ValueError when no live request has the id, or a row in flight is about to
     bring its next token.
     """
-    request = state.request(request_id)
+    request = state.running.get(request_id) or state.request(request_id)
     if request.in_flight:
         raise ValueError(f"request {request_id!r}: drafts can't follow a token not committed yet")
     request.drafts = tuple(drafts)
@@ -248,7 +248,7 @@ def commit(state: ScheduleState, work: Work, tokens: Sequence[int]) -> tuple[int
     if request is None or request.epoch != work.epoch:
         return 0, None
     history, num_drafts, count = request.tokens, work.num_drafts, len(tokens)
-    if num_drafts or count > 1 or not request.in_flight:
+    if not request.in_flight or (count > 1 and tuple(tokens[:-1]) != work.drafts[: count - 1]):
         _check_tokens(request, work, tokens)
     known = len(history)
     reason = None

@@ -8,6 +8,8 @@ import itertools
 import sys
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from funcinfer.kvcache.allocator import PagePool
 from funcinfer.kvcache.prefix import PrefixCache, scope
@@ -201,9 +203,11 @@ def test_equal_prompts_that_were_computed_together_end_on_the_same_pages():
 
 def test_a_prefix_cache_belongs_to_the_pool_of_the_state():
     pool = PagePool(4)
-    with pytest.raises(ValueError, match=r"prefix has page_size 2 .* over this pool .* 4"):
+    with pytest.raises(
+        ValueError, match="over this pool with page_size 2: expected this pool and page_size 4"
+    ):
         ScheduleState(pool, 4, prefix=PrefixCache(pool, 2))
-    with pytest.raises(ValueError, match="a pool of its own"):
+    with pytest.raises(ValueError, match="prefix is over another pool with page_size 4"):
         ScheduleState(pool, 4, prefix=PrefixCache(PagePool(4), 4))
 
 
@@ -328,6 +332,26 @@ def test_a_priority_is_an_int():
     with pytest.raises(ValueError, match="request 'a': priority is 'high', not an int"):
         loop.add("a", [1], 3, priority="high")
     assert not loop.state.waiting
+
+
+@given(
+    events=st.lists(st.tuples(st.integers(0, 9), st.integers(-2, 2)), max_size=40),
+)
+def test_the_queue_is_a_sorted_list(events):
+    """An id that waits already is taken out, wherever it is; else it is put in."""
+    state = ScheduleState(PagePool(4), 4)
+    expected: list[tuple[int, int, int]] = []
+    for arrival, (number, priority) in enumerate(events):
+        if number in state.waiting:
+            finish(state, number, "abort")
+            expected = [entry for entry in expected if entry[2] != number]
+        else:
+            add(state, number, [1], max_total=2, priority=priority)
+            expected = sorted([*expected, (priority, arrival, number)])
+        assert list(state.waiting) == [number for _, _, number in expected]
+        assert len(state.waiting) == len(expected)
+        if expected:
+            assert state.waiting.first().id == expected[0][2]
 
 
 # Drafts

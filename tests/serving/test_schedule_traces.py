@@ -152,7 +152,7 @@ class TraceMachine(RuleBasedStateMachine):
     def planned(self, chunk: int | None) -> Plan:
         state = self.state
         before = {r.id: (r, r.computed, len(r.tokens), r.in_flight, r.epoch) for r in self.live()}
-        running = list(state.running)
+        running, waiting = list(state.running), list(state.waiting)
         plan = schedule(
             state,
             self.budget,
@@ -165,6 +165,9 @@ class TraceMachine(RuleBasedStateMachine):
         assert len(state.running) <= self.max_running
         ids = [work.request_id for work in plan.works]
         assert ids == sorted(set(ids), key=lambda i: before[i][0].order)
+        admitted = [i for i in waiting if i in state.running]
+        assert admitted == waiting[: len(admitted)], "nobody overtakes"
+        assert not admitted or not plan.preempted
         num_hit = 0
         for work in plan.works:
             request, computed, total, in_flight, epoch = before[work.request_id]
