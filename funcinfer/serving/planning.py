@@ -13,7 +13,7 @@ from funcinfer.kvcache.prefix import common_hit
 from funcinfer.serving.request import NEVER, Request, ScheduleState, Work
 
 # A named tuple of all its fields, in half the time that its own constructor takes.
-new_work: Callable[[tuple[Any, ...]], Work] = partial(tuple.__new__, Work)
+_new_work: Callable[[tuple[Any, ...]], Work] = partial(tuple.__new__, Work)
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +67,7 @@ def plan_row(step: Step, request: Request, behind: int) -> None:
     request.computed = end
     step.left = left - count
     step.works.append(
-        new_work(
+        _new_work(
             (
                 request.id,
                 start,

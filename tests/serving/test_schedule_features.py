@@ -101,6 +101,24 @@ def test_a_recomputed_request_hits_its_own_output():
     check(request)
 
 
+@pytest.mark.parametrize("page_size", [1, 2, 4])
+def test_preemption_at_every_length(page_size):
+    """Twice in a row; what is found again is what was entered when the last step was planned."""
+    for length in range(2, 2 * page_size + 4):
+        loop = Loop(40, page_size)
+        request = loop.add("a", [3], 2 * page_size + 8)
+        for _ in range(2):
+            while len(request.tokens) < length:
+                loop.step()
+            preempt(loop.state, "a")
+            (work,) = loop.step(budget=99).works
+            assert work.start == (length - 2) // page_size * page_size
+            assert work.start + work.num_tokens == length
+            length = len(request.tokens) + 1
+        loop.drain()
+        check(request)
+
+
 def test_recycled_pages_are_not_found_as_what_they_were():
     loop = Loop(6, 2)
     for prompt in ([1] * 7, [2] * 7, [3] * 7, [1] * 7):
