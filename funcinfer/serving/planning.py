@@ -48,44 +48,39 @@ def plan_row(step: Step, request: Request, behind: int) -> None:
         count = min(count, max(step.chunk(start), 1))
     if count > left:
         count = left
-    lacking = start + count - len(request.pages) * step.page_size
-    if lacking > 0:
-        count -= lacking - _take_pages(step, request, lacking)
-        if not count:
-            return
-    end = start + count
-    num_drafts, drafts = 0, ()
-    wants_logits = end == total
+    pages = request.pages
+    room = len(pages) * step.page_size - start - count
+    if room < 0:
+        room += _take_pages(step, request, -room)
+        if room < 0:
+            count += room
+            if not count:
+                return
+    num_drafts, drafts = 0, request.drafts
+    wants_logits = start + count == total
     if wants_logits:
-        if request.drafts or step.num_drafts:
-            num_drafts, drafts = _take_drafts(step, request, total, left - count - behind)
+        if drafts or step.num_drafts:
+            request.drafts = ()
+            num_drafts = len(drafts) if drafts else step.num_drafts * request.has_drawn
+            most, useful = left - count - behind, request.max_total - total - 1
+            if num_drafts > most or num_drafts > useful or num_drafts > room:
+                num_drafts = _fit_drafts(step, request, num_drafts, min(most, useful), room)
+                drafts = drafts[:num_drafts]
             count += num_drafts
-            end += num_drafts
         request.in_flight += 1
         request.has_drawn = True
     request.row_start = start
-    request.computed = end
+    request.computed = start + count
     step.left = left - count
-    step.works.append(
-        _new_work(
-            (
-                request.id,
-                start,
-                count,
-                wants_logits,
-                request.epoch,
-                request.tokens,
-                request.pages,
-                num_drafts,
-                drafts,
-                late,
-            )
-        )
-    )
+    if not num_drafts:
+        drafts = ()
+    epoch, history = request.epoch, request.tokens
+    row = (request.id, start, count, wants_logits, epoch, history, pages, num_drafts, drafts, late)
+    step.works.append(_new_work(row))
 
 
 def _take_pages(step: Step, request: Request, lacking: int) -> int:
-    """Get pages for `lacking` more positions; returns for how many of them there are pages now.
+    """Take pages for `lacking` more positions, or fewer; returns how many positions they have.
 
     Requests behind are preempted as long as pages are missing; the last one takes what is left.
     """
@@ -100,27 +95,22 @@ def _take_pages(step: Step, request: Request, lacking: int) -> int:
             enter_blocks(state, victim, sure_positions(victim, step.ahead))
         step.preempted.append(preempt_last(state))
     request.pages.extend(pages)
-    return min(lacking, len(pages) * step.page_size)
+    return len(pages) * step.page_size
 
 
-def _take_drafts(
-    step: Step, request: Request, total: int, most: int
-) -> tuple[int, tuple[int, ...]]:
-    """How many drafts, at most `most`, follow the `total` tokens of a request; their values."""
-    drafts, request.drafts = request.drafts, ()
-    count = len(drafts) if drafts else step.num_drafts * request.has_drawn
-    left = request.max_total - total - 1
-    if left < most:
-        most = left
+def _fit_drafts(step: Step, request: Request, count: int, most: int, room: int) -> int:
+    """How many of `count` drafts, at most `most`, find a place.
+
+    `room` is that of the request's pages; free ones are taken for the rest.
+    """
     if count > most:
         count = max(most, 0)
-    room = len(request.pages) * step.page_size - total
     if count > room:
         pool, wanted = step.state.pool, pages_needed(count - room, step.page_size)
         pages = pool.allocate(wanted) or pool.allocate(pool.num_free) or ()
         request.pages.extend(pages)
         count = min(count, room + len(pages) * step.page_size)
-    return count, drafts[:count]
+    return count
 
 
 def admit(step: Step, max_running: int) -> int:
