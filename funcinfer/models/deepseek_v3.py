@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from funcinfer.hf_config import HFConfig
+from funcinfer.models.experts import read_experts
 from funcinfer.models.mla import (
     Config,
     decoder,
     name_map,
     read_config,
     read_expert_layers,
-    read_experts,
 )
 
 __all__ = ["Config", "decoder", "from_hf", "name_map"]

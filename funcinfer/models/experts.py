@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from funcinfer.checkpoint import Either, Source, Stack, Stored
+from funcinfer.hf_config import HFConfig
 from funcinfer.layers.moe import Router, moe, moe_specs
 from funcinfer.layers.router import (
     biased_router_specs,
@@ -56,6 +57,26 @@ class Experts:
     def biased(self) -> bool:
         """Whether selection adds a bias to the scores."""
         return self.router in ("sigmoid", "sigmoid_group")
+
+
+def read_experts(fields: HFConfig) -> Experts:
+    """The experts of V3, V3.2 and the GLMs: sigmoid scores, selection bias, groups."""
+    fields.require("scoring_func", ["sigmoid"], "sigmoid")
+    fields.require("topk_method", ["noaux_tc"], "noaux_tc")
+    width = fields.take("moe_intermediate_size", kind=int)
+    return Experts(
+        num_experts=fields.take(
+            "n_routed_experts", kind=int, aliases=("num_experts", "num_local_experts")
+        ),
+        k=fields.take("num_experts_per_tok", kind=int),
+        width=width,
+        router="sigmoid_group",
+        shared_width=width * fields.take("n_shared_experts", kind=int),
+        groups=fields.take("n_group", kind=int),
+        keep_groups=fields.take("topk_group", kind=int),
+        normalise=fields.take("norm_topk_prob", kind=bool),
+        scale=fields.take("routed_scaling_factor", kind=float),
+    )
 
 
 def route_of(experts: Experts) -> Router:

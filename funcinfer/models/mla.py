@@ -161,26 +161,6 @@ def read_config(fields: HFConfig, config: Mapping[str, Any], **differences: Any)
     )
 
 
-def read_experts(fields: HFConfig) -> Experts:
-    """The experts of V3, V3.2 and the GLMs: sigmoid scores, selection bias, groups."""
-    fields.require("scoring_func", ["sigmoid"], "sigmoid")
-    fields.require("topk_method", ["noaux_tc"], "noaux_tc")
-    width = fields.take("moe_intermediate_size", kind=int)
-    return Experts(
-        num_experts=fields.take(
-            "n_routed_experts", kind=int, aliases=("num_experts", "num_local_experts")
-        ),
-        k=fields.take("num_experts_per_tok", kind=int),
-        width=width,
-        router="sigmoid_group",
-        shared_width=width * fields.take("n_shared_experts", kind=int),
-        groups=fields.take("n_group", kind=int),
-        keep_groups=fields.take("topk_group", kind=int),
-        normalise=fields.take("norm_topk_prob", kind=bool),
-        scale=fields.take("routed_scaling_factor", kind=float),
-    )
-
-
 def read_expert_layers(fields: HFConfig, first: int) -> tuple[int, ...]:
     """Which layers have experts: `mlp_layer_types`, or all from `first` on."""
     num_layers = fields.take("num_hidden_layers", kind=int)
