@@ -389,6 +389,7 @@ def test_every_pattern_of_accepted_drafts():
                 assert work.num_tokens == 1 + work.num_drafts == 4
                 assert request.num_output == before + right + 1
                 assert request.computed == len(request.tokens) - 1
+            assert [work.num_drafts for work in loop.step().works] == [0]  # each is tried once
             loop.drain()
             check(request)
 
