@@ -9,7 +9,8 @@ planned before the tokens of the step before are known; `drafts`, three of them 
 row, and all accepted or all rejected; in brackets the tokens per row. The lines vary what must not
 matter: the context of each request, and the requests that wait. `objects` is by how much the
 number of objects that the garbage collector tracks has grown over the rounds of a column: at most
-one for each page filled, with the prefix cache.
+one for each page filled, with the prefix cache. `loop` is the time of an empty pass of a `for` loop
+in nanoseconds, before the line: how fast the machine is just then.
 """
 
 import argparse
@@ -43,18 +44,29 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
-    print(f"{'running':>8}{'context':>9}{'waiting':>9}", end="")
+    print(f"{'loop':>6}{'running':>9}{'context':>9}{'waiting':>9}", end="")
     print("".join(f"{name:>20}" for name in FEATURES), f"{'objects':>24}")
     for running in map(int, args.running.split(",")):
         for context, waiting in ((512, 0), (4096, 0), (512, 4096)):
+            loop = loop_nanoseconds()
             costs = [
                 measure(feature, running, context, waiting, args.steps, args.repeats)
                 for feature in FEATURES.values()
             ]
             cells = [f"{c.microseconds:.2f} ({c.tokens / c.rows:.1f})" for c in costs]
             objects = "/".join(str(c.objects) for c in costs)
-            print(f"{running:8}{context:9}{waiting:9}", end="")
+            print(f"{loop:6.1f}{running:9}{context:9}{waiting:9}", end="")
             print("".join(f"{cell:>20}" for cell in cells), f"{objects:>24}", flush=True)
+
+
+def loop_nanoseconds(passes: int = 100_000, repeats: int = 5) -> float:
+    least = float("inf")
+    for _ in range(repeats):
+        start = time.process_time()
+        for _ in range(passes):
+            pass
+        least = min(least, time.process_time() - start)
+    return least / passes * 1e9
 
 
 def measure(

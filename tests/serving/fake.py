@@ -9,9 +9,13 @@ rows of a page that was freed are gone.
 import zlib
 from collections.abc import Callable, Hashable, Sequence
 
-from funcinfer.serving.request import Plan, Work
+from funcinfer.kvcache.allocator import PagePool
+from funcinfer.kvcache.prefix import PrefixCache
+from funcinfer.serving.request import Plan, Request, Work
+from funcinfer.serving.schedule import ScheduleState, add, commit, schedule
 
 VOCAB = 11
+NO_STOP = frozenset()
 
 
 def rows_of(tokens: Sequence[int], scope: Hashable = None) -> list[int]:
@@ -126,3 +130,35 @@ class Device:
 
     def _read(self, work: Work, position: int) -> tuple[int, int]:
         return self.rows[work.pages[position // self.page_size], position % self.page_size]
+
+
+class Loop:
+    """A scheduler and a fake device. `plans` are those so far."""
+
+    def __init__(self, num_pages: int, page_size: int, *, cached: bool = True, right=None) -> None:
+        self.device = Device(page_size, right=right or (lambda position: 0))
+        pool = PagePool(num_pages, self.device.free)
+        prefix = PrefixCache(pool, page_size) if cached else None
+        self.state = ScheduleState(pool, page_size, prefix=prefix)
+        self.plans: list[Plan] = []
+
+    def add(self, request_id, prompt, max_tokens: int, **options) -> Request:
+        return add(self.state, request_id, prompt, max_total=len(prompt) + max_tokens, **options)
+
+    def step(self, budget: int = 99, max_running: int = 9, **options) -> Plan:
+        self.plans.append(schedule(self.state, budget, max_running, **options))
+        for work, tokens in self.device.launch(self.plans[-1]):
+            commit(self.state, work, tokens)
+        return self.plans[-1]
+
+    def drain(self, budget: int = 99, max_running: int = 9, **options) -> None:
+        while self.state.running or self.state.waiting:
+            self.step(budget, max_running, **options)
+
+    def rows_of(self, request_id) -> list[tuple[int, int]]:
+        works = [w for plan in self.plans for w in plan.works if w.request_id == request_id]
+        return [(work.start, work.num_tokens) for work in works]
+
+
+def check(request: Request, stop: frozenset[int] = NO_STOP) -> None:
+    assert (request.output, request.finish_reason) == alone(request.prompt, request.max_total, stop)
