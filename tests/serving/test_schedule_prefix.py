@@ -4,6 +4,7 @@ The model is that of `tests.serving.fake`; a request comes out as it does alone.
 """
 
 import gc
+import gc
 import itertools
 import sys
 
@@ -340,19 +341,25 @@ def test_the_queue_is_a_sorted_list(events):
 
 
 def calls_of_a_step(loop: Loop, max_running: int) -> int:
-    """Python and C functions that `schedule` and `commit` call for one step."""
+    """Python and C functions that `schedule` and `commit` call for one step.
+
+    The garbage collector waits: it would call what other tests left to be finalized.
+    """
     calls = 0
 
     def count(frame, event, argument):
         nonlocal calls
         calls += event in ("call", "c_call")
 
+    gc.collect()
+    gc.disable()
     sys.setprofile(count)
     try:
         for work in schedule(loop.state, 99, max_running).works:
             commit(loop.state, work, [9])
     finally:
         sys.setprofile(None)
+        gc.enable()
     return calls
 
 
