@@ -4,7 +4,6 @@ The model is that of `tests.serving.fake`; a request comes out as it does alone.
 """
 
 import gc
-import gc
 import itertools
 import sys
 
