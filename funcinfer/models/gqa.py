@@ -173,9 +173,4 @@ def _layer_names(cfg: Config, style: ExpertStyle, index: int, prefix: str) -> na
         mlp_sources = expert_names(prefix, cfg.embed_dim, cfg.experts, style)
     else:
         mlp_sources = names.mlp_names(f"{prefix}mlp.", cfg.embed_dim, cfg.mlp_dim)
-    return dict(
-        attn_norm=names.vector(f"{prefix}input_layernorm.weight", cfg.embed_dim),
-        attn=sources,
-        mlp_norm=names.vector(f"{prefix}post_attention_layernorm.weight", cfg.embed_dim),
-        mlp=mlp_sources,
-    )
+    return names.layer_names(prefix, cfg.embed_dim, attn=sources, mlp=mlp_sources)

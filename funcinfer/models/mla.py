@@ -209,9 +209,4 @@ def _layer_names(cfg: Config, index: int, prefix: str) -> names.Names:
         feed = expert_names(prefix, cfg.embed_dim, cfg.experts, MLP_STYLE)
     else:
         feed = names.mlp_names(f"{prefix}mlp.", cfg.embed_dim, cfg.mlp_dim)
-    return dict(
-        attn_norm=names.vector(f"{prefix}input_layernorm.weight", cfg.embed_dim),
-        attn=attn,
-        mlp_norm=names.vector(f"{prefix}post_attention_layernorm.weight", cfg.embed_dim),
-        mlp=feed,
-    )
+    return names.layer_names(prefix, cfg.embed_dim, attn=attn, mlp=feed)

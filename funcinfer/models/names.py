@@ -108,6 +108,16 @@ def vector(name: str, size: int) -> Source:
     return Stored(name, (size,))
 
 
+def layer_names(prefix: str, embed: int, *, attn: Names, mlp: Names) -> Names:
+    """The sources of a layer of attention and MLP, each with the norm before it."""
+    return dict(
+        attn_norm=vector(f"{prefix}input_layernorm.weight", embed),
+        attn=attn,
+        mlp_norm=vector(f"{prefix}post_attention_layernorm.weight", embed),
+        mlp=mlp,
+    )
+
+
 def name_map(
     layer: Callable[[int, str], Names],
     num_layers: int,
