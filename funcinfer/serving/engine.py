@@ -45,6 +45,7 @@ UNSERVED = (
     "logit_bias",
     "logprobs",
     "prompt_logprobs",
+    "include_stop",
 )
 OnToken = Callable[["Completion", int], None]
 

@@ -38,6 +38,7 @@ class SamplingParams:
     ignore_eos: do not end at the stop tokens of the checkpoint.
     logprobs: for each generated token, report its log-probability and so many alternatives.
     prompt_logprobs: the same for the tokens of the prompt. None: report nothing.
+    include_stop: keep the stop text, or the text of the stop token, in the text of the completion.
     The order of all this, and what a log-probability is: `funcinfer.serving.processors`.
     Raises ValueError naming the field.
 
@@ -67,6 +68,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     stop: str | Sequence[str] = ()
     n: int = 1
+    include_stop: bool = False
 
     def __post_init__(self) -> None:
         self._check_counts()
@@ -74,7 +76,8 @@ class SamplingParams:
         ids = self.stop_token_ids
         ids_are_fine = isinstance(ids, list | tuple) and all(_is_count(i, 0) for i in ids)
         self._require("stop_token_ids", ids_are_fine, "a tuple of token ids >= 0")
-        self._require("ignore_eos", isinstance(self.ignore_eos, bool), "True or False")
+        for name in ("ignore_eos", "include_stop"):
+            self._require(name, isinstance(getattr(self, name), bool), "True or False")
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         stop_is_fine = isinstance(stop, list | tuple) and all(
             isinstance(text, str) and text for text in stop

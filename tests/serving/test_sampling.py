@@ -453,6 +453,7 @@ def test_parameters_default_to_greedy():
     assert (params.logprobs, params.prompt_logprobs) == (None, None)
     assert (params.max_tokens, params.temperature, params.top_k, params.top_p) == (16, 0.0, 0, 1.0)
     assert (params.seed, params.stop_token_ids, params.ignore_eos) == (None, (), False)
+    assert params.include_stop is False
     assert hash(SamplingParams(stop_token_ids=[3, 4])) == hash(
         SamplingParams(stop_token_ids=(3, 4))
     )
@@ -468,6 +469,7 @@ def test_parameters_default_to_greedy():
         "seed": [-1, 2**64, 1.0, True, "42"],
         "stop_token_ids": [[-1], [1.0], [True], "12", 5, None, [None]],
         "ignore_eos": [1, None, "yes"],
+        "include_stop": [1, None, "yes"],
         "min_p": [-1e-9, 1.0000001, NAN, True, None, "1"],
         "min_tokens": [-1, 17, 1.0, True, None],
         "repetition_penalty": [0, 0.0, -1.0, NAN, INF, True, None, 10**400],
