@@ -164,7 +164,7 @@ def outside_paths(name: str, text: str) -> list[str]:
 def project_texts() -> dict[str, str]:
     """Name -> text of every file that is not made by a tool."""
     made = re.compile(
-        r"\.git|\.venv|\.cache|\.hypothesis|\..*_cache|__pycache__|build|dist|.*\.egg-info"
+        r"\.git|\.venv.*|\.cache|\.hypothesis|\..*_cache|__pycache__|build|dist|.*\.egg-info"
     )
     texts = {}
     for folder, folders, files in os.walk(ROOT):
