@@ -12,13 +12,17 @@ part of the cache.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
 from funcinfer.kvcache.layout import local_len, local_slots, zigzag
-from funcinfer.sharding import P, Rules, axis_index, axis_size, drop, reshard
+from funcinfer.layers.primitives import Segments
+from funcinfer.layers.primitives.segments import from_runs
+from funcinfer.sharding import P, Rules, axis_index, axis_size, both, drop, reshard
+from funcinfer.sharding.mesh import Axis
 from funcinfer.tree import pytree, static
 
 Tables = tuple[torch.Tensor, torch.Tensor]
@@ -33,6 +37,9 @@ class Batch:
     `rows` indexes `page_table`; `slots` is page * page_size + offset of each new KV row, where
     `page_size` counts tokens of a request, whatever part of a page a rank holds; `out` indexes
     tokens in the requests layout. On a mesh each of them counts within its own requests group.
+
+    `segments`, where there are any, say on the host which tokens are runs of one request: a hint
+    for kernels that take lengths from there, and of all tokens on every rank.
     """
 
     tokens: torch.Tensor  # [T]      tokens
@@ -43,6 +50,7 @@ class Batch:
     kv_lens: torch.Tensor  # [R]     requests
     out: torch.Tensor  # [L]         requests
     page_size: int = static()
+    segments: Segments | None = static(default=None)
 
 
 @pytree
@@ -52,7 +60,8 @@ class Step:
     `tokens`, `positions`, `k_rope` are in the tokens layout; `q_positions`, `q_rope` in q_tokens;
     `rows`, `lo`, `hi` in q_tokens less page_tokens, where attention runs; `slots` are local, and so
     are `index_slots`, of caches that index_page_tokens deals; cos and sin are [T, rotary_dim / 2].
-    `page_size` counts tokens of a request.
+    `page_size` counts tokens of a request. `segments` are those of `rows` and `hi`, if the Batch
+    has any.
     """
 
     tokens: torch.Tensor
@@ -69,6 +78,7 @@ class Step:
     q_rope: Tables
     page_size: int = static()
     interleave: int = static()
+    segments: Segments | None = static(default=None)
 
 
 def batch_specs(rules: Rules) -> Batch:
@@ -116,7 +126,32 @@ def prepare(batch: Batch, *, rules: Rules, rope: RopeTables, interleave: int = 1
         q_rope=rope(q_positions),
         page_size=batch.page_size,
         interleave=interleave,
+        segments=_local_segments(batch.segments, rows.shape[0], q_tokens, dealt, interleave),
     )
+
+
+def _local_segments(
+    segments: Segments | None, count: int, q_tokens: Axis, dealt: Axis, interleave: int
+) -> Segments | None:
+    """The segments of this rank's `count` tokens of q_tokens, joined over `dealt`.
+
+    Where pages are dealt, each token is a run of its own: of consecutive tokens only some see one
+    more of this rank's positions.
+    """
+    if segments is None:
+        return None
+    axis, n, r = drop(q_tokens, dealt), axis_size(dealt), axis_index(dealt)
+    count *= axis_size(both(q_tokens, dealt))
+    if segments.num_tokens != count * axis_size(axis):
+        raise ValueError(
+            f"segments of {segments.num_tokens} tokens, but {axis_size(axis)} parts of {count}"
+            f" tokens: they must be those of the whole batch"
+        )
+    start = axis_index(axis) * count
+    segments = segments.cut(start, start + count)
+    if n == 1:
+        return segments
+    return segments.one_by_one(lambda seen: local_len(seen, n, interleave, r))
 
 
 @dataclass(frozen=True)
@@ -166,13 +201,14 @@ def make_batch(
     shape: BatchShape | None = None,
     parts: int = 1,
     multiple: int = 1,
+    segments: bool = False,
 ) -> Batch:
     """The global Batch: one group of requests for each coordinate of `requests`, padded alike and
     joined in order.
 
     Rows of logits come in order of the requests and, in a request, of its last `wanted` tokens;
-    those past a group's own are padding. ValueError where a request lacks pages or has the scratch
-    page, or a group does not fit into `shape`.
+    those past a group's own are padding. With `segments` the Batch has them too. ValueError where a
+    request lacks pages or has the scratch page, or a group does not fit into `shape`.
 
     >>> batch = make_batch([[Rows([7, 8, 9], start=2, pages=[3, 5])]], page_size=4)
     >>> batch.slots.tolist(), batch.out.tolist()
@@ -181,7 +217,39 @@ def make_batch(
     shape = shape or batch_shape(groups, parts=parts, multiple=multiple)
     made = [_group(rows, shape, page_size, parts) for rows in groups]
     fields = {f: torch.from_numpy(np.concatenate([m[f] for m in made])) for f in made[0]}
-    return Batch(**fields, page_size=page_size)
+    found = segments_of(groups, shape, parts) if segments else None
+    return Batch(**fields, page_size=page_size, segments=found)
+
+
+def segments_of(groups: Sequence[Sequence[Rows]], shape: BatchShape, parts: int = 1) -> Segments:
+    """The segments of the Batch that `make_batch` makes of these arguments.
+
+    Padding is one run a part, or, where all runs are single tokens, single tokens too: a decode
+    step has as many runs as tokens, however many requests it serves.
+
+    >>> row = Rows([7, 8, 9], start=2, pages=[3])
+    >>> segments_of([[row]], BatchShape(tokens=5, requests=1, pages=1, out=1)).lens
+    (3, 2)
+    """
+    size, made = shape.tokens // parts, []
+    single = all(len(r.tokens) <= 1 for rows in groups for r in rows)
+    for rows in groups:
+        runs: list[list[tuple[int, int, int]]] = [[] for _ in range(parts)]
+        for row, r in enumerate(rows):
+            for part, offsets in enumerate(zigzag(len(r.tokens), parts)):
+                runs[part] += [(row, n, r.start + last + 1) for last, n in _runs(offsets)]
+        for of_part in runs:
+            rest = size - sum(n for _, n, _ in of_part)
+            padding = [(0, 1, 0)] * rest if single else [(0, rest, 0)] * (rest > 0)
+            made += of_part + padding
+    return from_runs(made)
+
+
+def _runs(offsets: Sequence[int]) -> list[tuple[int, int]]:
+    """(last, length) of each run of consecutive numbers."""
+    breaks = [i for i in range(1, len(offsets)) if offsets[i] != offsets[i - 1] + 1]
+    bounds = pairwise([0, *breaks, len(offsets)]) if offsets else ()
+    return [(offsets[stop - 1], stop - start) for start, stop in bounds]
 
 
 def _group(

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from funcinfer.kvcache.paged import write_rows
+from funcinfer.layers import primitives as ops
 from funcinfer.spec import ParamSpec
 from funcinfer.tree import pytree
 
@@ -75,8 +75,7 @@ def write_latents(
     """
     _same_width("ckv", cache.ckv, ckv_TC)
     _same_width("kpe", cache.kpe, kpe_TE)
-    kpe = write_rows(cache.kpe, kpe_TE, slots_T) if kpe_TE.shape[1] else cache.kpe
-    return LatentKV(write_rows(cache.ckv, ckv_TC, slots_T), kpe)
+    return LatentKV(*ops.write_kv(cache.ckv, cache.kpe, ckv_TC, kpe_TE, slots_T))
 
 
 def write_index_keys(cache: IndexKeys, k_TH: torch.Tensor, slots_T: torch.Tensor) -> IndexKeys:
@@ -87,7 +86,7 @@ def write_index_keys(cache: IndexKeys, k_TH: torch.Tensor, slots_T: torch.Tensor
     tensor([3., 0.])
     """
     _same_width("k", cache.k, k_TH)
-    return IndexKeys(write_rows(cache.k, k_TH, slots_T))
+    return IndexKeys(ops.write_rows(cache.k, k_TH, slots_T))
 
 
 def gather_latents(

@@ -10,6 +10,7 @@ inside a page, `kv_heads` shards heads.
 
 import torch
 
+from funcinfer.layers import primitives as ops
 from funcinfer.spec import ParamSpec
 from funcinfer.tree import pytree
 
@@ -45,28 +46,10 @@ def paged_kv_specs(
     return PagedKV(k=spec(head_dim), v=spec(v_head_dim or head_dim))  # type: ignore[arg-type]
 
 
-def write_rows(pages: torch.Tensor, new: torch.Tensor, slots_T: torch.Tensor) -> torch.Tensor:
-    """Write `new` [T, ...] into slots of `pages` [pages, page_size, ...] in place; the same
-    storage comes back.
-
-    Slot 0 is the scratch row. Several rows may go there in any order, so it is set to zero
-    afterwards. ValueError where the rows fit neither the pages nor the slots.
-    """
-    if new.shape != (*slots_T.shape, *pages.shape[2:]):
-        raise ValueError(
-            f"new rows of shape {tuple(new.shape)} for {len(slots_T)} slots in pages of shape"
-            f" {tuple(pages.shape)}: wanted {(len(slots_T), *pages.shape[2:])}"
-        )
-    flat = pages.view(-1, *pages.shape[2:])
-    flat.index_copy_(0, slots_T.long(), new.to(pages.dtype))
-    flat[0].zero_()
-    return pages
-
-
 def write(
     cache: PagedKV, k_TKH: torch.Tensor, v_TKV: torch.Tensor, slots_T: torch.Tensor
 ) -> PagedKV:
     """The cache with new rows at `slots_T` (local slots, 0 = scratch). The cache given is
     donated.
     """
-    return PagedKV(write_rows(cache.k, k_TKH, slots_T), write_rows(cache.v, v_TKV, slots_T))
+    return PagedKV(*ops.write_kv(cache.k, cache.v, k_TKH, v_TKV, slots_T))

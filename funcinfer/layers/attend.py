@@ -42,7 +42,14 @@ def attend(
     whole = P(*(drop(axis, dealt) for axis in full))
     q_TNH = reshard(q_TNH, full, whole)
     o_TNV, lse_TN = ops.paged_attention(
-        q_TNH, cache, step.page_table, step.rows, step.lo, step.hi, scale=scale
+        q_TNH,
+        cache,
+        step.page_table,
+        step.rows,
+        step.lo,
+        step.hi,
+        scale=scale,
+        segments=step.segments,
     )
     return merge_to(o_TNV, lse_TN, dealt, whole, full)
 

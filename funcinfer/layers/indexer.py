@@ -135,7 +135,7 @@ def select(
     rows_T = reshard(step.rows, P(attend), P(q_tokens))
     hi_T = step.q_positions + 1
     chosen_TK = ops.lightning_indexer(
-        q_TIH, gate_TI, keys, step.page_table, rows_T, torch.zeros_like(hi_T), hi_T, topk=cfg.topk
+        q_TIH, gate_TI, keys, step.page_table, rows_T, None, hi_T, topk=cfg.topk
     )
     return reshard(chosen_TK, P(q_tokens, None), P(attend, None)), keys
 

@@ -35,7 +35,7 @@ from funcinfer.spec import ParamSpec, ones
 Params = dict[str, Any]
 Cache = dict[str, Any]
 Shared = Mapping[str, Any]
-Kernel = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Kernel = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 
 SELECTION = "selection"
 
@@ -173,6 +173,7 @@ def mla_absorbed(
         lo_T=step.lo,
         hi_T=step.hi,
         scale=cfg.scale,
+        segments=step.segments,
     )
     return _attend_absorbed(p, q_TNH, q_pe_TNE, kernel, rules=rules), cache
 
@@ -205,6 +206,7 @@ def mla_expanded(
         step.lo,
         step.hi,
         scale=cfg.scale,
+        segments=step.segments,
     )
     return project_out(p["wo"], o_TNV, rules=rules, bias_D=p.get("bo")), cache
 
@@ -319,6 +321,7 @@ def _attend_selected(
         rows_T=step.rows,
         positions_TK=local_selection(chosen_TK, step, rules=rules),
         scale=cfg.scale,
+        with_lse=axis_size(rules["page_tokens"]) > 1,
     )
     return _attend_absorbed(p, q_TNH, q_pe_TNE, kernel, rules=rules)
 
@@ -326,14 +329,18 @@ def _attend_selected(
 def _attend_absorbed(
     p: Params, q_TNH: torch.Tensor, q_pe_TNE: torch.Tensor, kernel: Kernel, *, rules: Rules
 ) -> torch.Tensor:
-    """`kernel(q . w_uk, q_pe) -> (u, lse)` over this rank's latents, merged, then w_uv and wo."""
+    """`kernel(q . w_uk, q_pe) -> (u, lse)` over this rank's latents, merged, then w_uv and wo.
+
+    lse may be None where nothing is to be merged.
+    """
     dealt = rules["page_tokens"]
     full = P(rules["q_tokens"], rules["heads"], None)
     whole = P(*(drop(axis, dealt) for axis in full))
     q_TNC = torch.einsum("tnh,nhc->tnc", q_TNH, p["w_uk"])
     q_TNW = reshard(torch.cat([q_TNC, q_pe_TNE], -1), full, whole)
     u_TNC, lse_TN = kernel(*q_TNW.split([q_TNC.shape[2], q_pe_TNE.shape[2]], -1))
-    u_TNC = merge_to(u_TNC, lse_TN, dealt, whole, full)
+    if lse_TN is not None:
+        u_TNC = merge_to(u_TNC, lse_TN, dealt, whole, full)
     o_TNV = torch.einsum("tnc,nvc->tnv", u_TNC, p["w_uv"])
     return project_out(p["wo"], o_TNV, rules=rules, bias_D=p.get("bo"))
 

@@ -112,6 +112,8 @@ ELEMENTWISE = (
     "rotate_interleaved",
     "merge_lse",
     "select_top",
+    "write_rows",
+    "write_kv",
 )
 
 
@@ -177,7 +179,7 @@ class CountingOps:
         lo_T: Tensor,
         hi_T: Tensor,
         **options: Any,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Attention over latents."""
         one = (rows_T[:1], lo_T[:1], hi_T[:1])
         small = self._uncounted(
@@ -200,7 +202,7 @@ class CountingOps:
         rows_T: Tensor,
         positions_TK: Tensor,
         **options: Any,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Attention over selected latents."""
         small = self._uncounted(
             reference.sparse_mla_attention,
@@ -221,11 +223,11 @@ class CountingOps:
         q_pe_TNE: Tensor,
         cache: Any,
         page_table_RM: Tensor,
-        small: tuple[Tensor, Tensor],
+        small: tuple[Tensor, Tensor | None],
         selected: int | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         (T, N, C), E = q_TNC.shape, q_pe_TNE.shape[2]
-        out, lse = (_taller(x, T) for x in small)
+        out, lse = _taller(small[0], T), None if small[1] is None else _taller(small[1], T)
         self._work.append(
             Attention(
                 rows=T,
@@ -246,11 +248,11 @@ class CountingOps:
         keys: Any,
         page_table_RM: Tensor,
         rows_T: Tensor,
-        lo_T: Tensor,
+        lo_T: Tensor | None,
         hi_T: Tensor,
     ) -> Tensor:
         """Scores of all positions: each rank holds all keys."""
-        one = (rows_T[:1], lo_T[:1], hi_T[:1])
+        one = (rows_T[:1], None if lo_T is None else lo_T[:1], hi_T[:1])
         args = (q_TIH[:1], gate_TI[:1], keys, page_table_RM[:1], *one)
         out = _taller(self._uncounted(reference.indexer_scores, *args), q_TIH.shape[0])
         return self._scored(q_TIH, keys, page_table_RM, out)
@@ -262,13 +264,13 @@ class CountingOps:
         keys: Any,
         page_table_RM: Tensor,
         rows_T: Tensor,
-        lo_T: Tensor,
+        lo_T: Tensor | None,
         hi_T: Tensor,
         *,
         topk: int,
     ) -> Tensor:
         """Scores, and the best positions."""
-        one = (rows_T[:1], lo_T[:1], hi_T[:1])
+        one = (rows_T[:1], None if lo_T is None else lo_T[:1], hi_T[:1])
         args = (q_TIH[:1], gate_TI[:1], keys, page_table_RM[:1], *one)
         small = self._uncounted(reference.lightning_indexer, *args, topk=topk)
         return self._scored(q_TIH, keys, page_table_RM, _taller(small, q_TIH.shape[0]))

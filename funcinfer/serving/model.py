@@ -14,6 +14,7 @@ import torch
 
 from funcinfer.kvcache.batch import Batch, Rows, batch_specs, make_batch
 from funcinfer.kvcache.layout import pages_needed
+from funcinfer.layers import primitives as ops
 from funcinfer.models.decoder import Cache, Output, Params, output_specs
 from funcinfer.serving.sampling import SamplingParams
 from funcinfer.serving.steps import ModelFns
@@ -141,7 +142,13 @@ class Model:
         rules = self._rules_of(decode)
         parts = self.mesh.size(drop(rules["tokens"], rules["requests"]))
         multiple = token_multiple(rules, self.mesh)
-        return make_batch(groups, page_size=page_size, parts=parts, multiple=multiple)
+        return make_batch(
+            groups,
+            page_size=page_size,
+            parts=parts,
+            multiple=multiple,
+            segments=ops.wants_segments(self.device),
+        )
 
     def step(
         self, caches: list[Cache], batch: Batch, *, decode: bool = False

@@ -23,7 +23,7 @@ from funcinfer.kvcache.paged import PagedKV, paged_kv_specs, write
 from funcinfer.sharding import Mesh, P, Rules, ThreadRanks
 
 Lists = dict[str, list[Any]]
-FIELDS = tuple(f.name for f in fields(Batch) if f.name != "page_size")
+FIELDS = tuple(f.name for f in fields(Batch) if not f.metadata.get("static"))
 
 
 def parts_of(count: int, parts: int) -> list[int]:

@@ -14,16 +14,18 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from funcinfer.layers.primitives import reference
+from funcinfer.layers.primitives import npu, reference
 from funcinfer.layers.primitives.reference_attention import PagedCache
 from funcinfer.layers.primitives.reference_indexer import IndexCache
 from funcinfer.layers.primitives.reference_mla import LatentCache
+from funcinfer.layers.primitives.segments import Segments
 
 __all__ = [
     "BACKENDS",
     "IndexCache",
     "LatentCache",
     "PagedCache",
+    "Segments",
     "expert_mlp",
     "force_reference",
     "indexer_scores",
@@ -45,12 +47,20 @@ __all__ = [
     "swiglu_clamped",
     "swiglu_oai",
     "use_backend",
+    "wants_segments",
+    "write_kv",
+    "write_rows",
 ]
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 
-BACKENDS: dict[str, ModuleType] = {"cpu": reference, "meta": reference, "cuda": reference}
+BACKENDS: dict[str, ModuleType] = {
+    "cpu": reference,
+    "meta": reference,
+    "cuda": reference,
+    "npu": npu,
+}
 
 
 class _Choice(threading.local):
@@ -87,6 +97,15 @@ def force_reference() -> AbstractContextManager[None]:
     tensor([[1., 1.]])
     """
     return use_backend(reference)
+
+
+def wants_segments(device: torch.device) -> bool:
+    """Whether kernels of a device take the lengths of runs of tokens from the host.
+
+    >>> wants_segments(torch.device("cpu"))
+    False
+    """
+    return BACKENDS.get(device.type) is npu
 
 
 def _backend(first: object) -> Any:
@@ -137,3 +156,5 @@ indexer_scores = _op(reference.indexer_scores)
 select_top = _op(reference.select_top)
 lightning_indexer = _op(reference.lightning_indexer)
 expert_mlp = _op(reference.expert_mlp)
+write_rows = _op(reference.write_rows)
+write_kv = _op(reference.write_kv)

@@ -9,7 +9,7 @@
 "fp32 inside" means `promote_types(x.dtype, float32)`: half precision is computed in float32, and
 float64 stays float64. Results have the input's dtype. Attention is in `reference_attention`,
 the experts' MLPs are in `reference_moe`, latent attention in `reference_mla`, its indexer in
-`reference_indexer`.
+`reference_indexer`, writes of caches in `reference_cache`.
 
 Legend: T tokens, D model dim, F mlp width, N heads, H head dim, C rotated pairs (rotary dim / 2).
 """
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from funcinfer.layers.primitives.reference_attention import merge_lse, paged_attention
+from funcinfer.layers.primitives.reference_cache import write_kv, write_rows
 from funcinfer.layers.primitives.reference_indexer import (
     indexer_scores,
     lightning_indexer,
@@ -49,6 +50,8 @@ __all__ = [
     "swiglu",
     "swiglu_clamped",
     "swiglu_oai",
+    "write_kv",
+    "write_rows",
 ]
 
 
@@ -84,7 +87,8 @@ def _normalised(x: Tensor, eps: float) -> Tensor:
     return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
 
 
-def _check_norm(name: str, x: Tensor, *weights: Tensor) -> None:
+def check_norm(name: str, x: Tensor, *weights: Tensor) -> None:
+    """ValueError where a weight is not one number for each of the last dim of `x`."""
     for weight in weights:
         if weight.shape != x.shape[-1:]:
             raise ValueError(
@@ -112,7 +116,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     >>> rms_norm(torch.tensor([[1.0, -1.0]]), torch.tensor([2.0, 3.0]), eps=0.0)
     tensor([[ 2., -3.]])
     """
-    _check_norm("rms_norm", x, weight)
+    check_norm("rms_norm", x, weight)
     return (rms(x, eps=eps) * weight).to(x.dtype)
 
 
@@ -124,7 +128,7 @@ def rms_norm_fp32_weight(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     >>> rms_norm_fp32_weight(torch.tensor([[1.0, -1.0]]), torch.tensor([2.0, 3.0]), eps=0.0)
     tensor([[ 2., -3.]])
     """
-    _check_norm("rms_norm_fp32_weight", x, weight)
+    check_norm("rms_norm_fp32_weight", x, weight)
     return (_normalised(x, eps) * _wide(weight)).to(x.dtype)
 
 
@@ -137,7 +141,7 @@ def rms_norm_one_plus(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     >>> rms_norm_one_plus(torch.tensor([[1.0, -1.0]]), torch.tensor([0.0, 1.0]), eps=0.0)
     tensor([[ 1., -2.]])
     """
-    _check_norm("rms_norm_one_plus", x, weight)
+    check_norm("rms_norm_one_plus", x, weight)
     return (_normalised(x, eps) * (1 + _wide(weight))).to(x.dtype)
 
 
@@ -151,12 +155,13 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float) -> Tensor
     >>> layer_norm(torch.tensor([[5.0, 9.0]]), one, one, eps=0.0)
     tensor([[0., 2.]])
     """
-    _check_norm("layer_norm", x, weight, bias)
+    check_norm("layer_norm", x, weight, bias)
     centred = _wide(x) - _wide(x).mean(-1, keepdim=True)
     return (_normalised(centred, eps) * _wide(weight) + _wide(bias)).to(x.dtype)
 
 
-def _check_gate(name: str, gate: Tensor, up: Tensor) -> None:
+def check_gate(name: str, gate: Tensor, up: Tensor) -> None:
+    """ValueError where gate and up differ in shape."""
     if gate.shape != up.shape:
         raise ValueError(
             f"{name}: gate has shape {tuple(gate.shape)} and up {tuple(up.shape)}; "
@@ -172,7 +177,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     >>> swiglu(torch.tensor([0.0, 20.0]), torch.tensor([3.0, 2.0]))
     tensor([ 0., 40.])
     """
-    _check_gate("swiglu", gate, up)
+    check_gate("swiglu", gate, up)
     return (torch.nn.functional.silu(_wide(gate)) * _wide(up)).to(gate.dtype)
 
 
@@ -185,7 +190,7 @@ def swiglu_clamped(gate: Tensor, up: Tensor, *, limit: float) -> Tensor:
     >>> swiglu_clamped(torch.tensor([50.0]), torch.tensor([-50.0]), limit=20.0)
     tensor([-400.])
     """
-    _check_gate("swiglu_clamped", gate, up)
+    check_gate("swiglu_clamped", gate, up)
     return swiglu(_wide(gate).clamp(max=limit), _wide(up).clamp(-limit, limit)).to(gate.dtype)
 
 
@@ -197,13 +202,13 @@ def swiglu_oai(gate: Tensor, up: Tensor, *, limit: float = 7.0, alpha: float = 1
     >>> swiglu_oai(torch.tensor([0.0, 50.0]), torch.tensor([3.0, 1.0])).round(decimals=3)
     tensor([ 0., 14.])
     """
-    _check_gate("swiglu_oai", gate, up)
+    check_gate("swiglu_oai", gate, up)
     gate_wide, up_wide = _wide(gate).clamp(max=limit), _wide(up).clamp(-limit, limit)
     return (gate_wide * torch.sigmoid(alpha * gate_wide) * (up_wide + 1)).to(gate.dtype)
 
 
-def _tables(name: str, x: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> tuple[Tensor, Tensor]:
-    """The tables in x's dtype, with a head dim put in if x has one."""
+def check_tables(name: str, x: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> None:
+    """ValueError where the tables of a rotation don't fit x."""
     if (
         x.ndim not in (2, 3)
         or cos_TC.shape != sin_TC.shape
@@ -215,6 +220,11 @@ def _tables(name: str, x: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> tuple[Tenso
             f"{name}: x of shape {tuple(x.shape)}, cos {tuple(cos_TC.shape)}, sin "
             f"{tuple(sin_TC.shape)}; wanted x [T, N, H] or [T, H] and tables [T, C] with 2 C <= H"
         )
+
+
+def _tables(name: str, x: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> tuple[Tensor, Tensor]:
+    """The tables in x's dtype, with a head dim put in if x has one."""
+    check_tables(name, x, cos_TC, sin_TC)
     cos, sin = cos_TC.to(x.dtype), sin_TC.to(x.dtype)
     return (cos[:, None], sin[:, None]) if x.ndim == 3 else (cos, sin)
 

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from funcinfer.layers.primitives.segments import Segments
 from funcinfer.layers.primitives.tiles import fetch_pages, over_tiles, tile_length
 
 # A tile longer than this gains nothing: the fetch of its keys is already small beside its products.
@@ -46,6 +47,7 @@ def paged_attention(
     *,
     scale: float,
     sinks_N: Tensor | None = None,
+    segments: Segments | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of each token over an interval of its request's paged keys, with natural-log LSE.
 
@@ -54,7 +56,9 @@ def paged_attention(
     must be valid for padding too. Returns out [T, N, V] in q's dtype and lse [T, N] in at least
     float32 = logsumexp of the visible scaled scores and, if given, the sink. A token that sees
     nothing gets out 0 and lse -inf (lse = its sink, if given). What a token doesn't see may be NaN
-    or infinite and doesn't reach its result or its gradient; what it sees does.
+    or infinite and doesn't reach its result or its gradient; what it sees does. `segments`,
+    where lo is 0, are what rows and hi say, for kernels of ragged batches; they are not looked at
+    here.
     ValueError if shapes don't fit together.
 
     >>> from types import SimpleNamespace
@@ -65,7 +69,7 @@ def paged_attention(
     >>> out.item(), lse.exp().item()
     (5.5, 2.0)
     """
-    _check(q_TNH, cache, page_table_RM, (rows_T, lo_T, hi_T), sinks_N)
+    check_paged(q_TNH, cache, page_table_RM, (rows_T, lo_T, hi_T), sinks_N)
     (T, N, H), (R, M) = q_TNH.shape, page_table_RM.shape
     _, page, K, V = cache.v.shape
     S = M * page
@@ -84,11 +88,8 @@ def paged_attention(
         attend, page_table_RM, rows_T, (q_TKGH, lo_T, hi_T), tile=tile, elements=elements
     )
     out, lse = out.flatten(1, 2), lse.flatten(1, 2)
-    if sinks_N is not None:  # one more part, of value 0
-        sinks_TN = sinks_N.to(lse.dtype).expand_as(lse)
-        out, lse = merge_lse(
-            torch.stack([out, torch.zeros_like(out)]), torch.stack([lse, sinks_TN])
-        )
+    if sinks_N is not None:
+        out, lse = with_sinks(out, lse, sinks_N)
     return out.to(q_TNH.dtype), lse
 
 
@@ -128,6 +129,13 @@ def attend_tiles(
     )
 
 
+def with_sinks(out_TNV: Tensor, lse_TN: Tensor, sinks_N: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) with a sink for each head: one more part, of value 0."""
+    sinks_TN = sinks_N.to(lse_TN.dtype).expand_as(lse_TN)
+    parts = torch.stack([out_TNV, torch.zeros_like(out_TNV)])
+    return merge_lse(parts, torch.stack([lse_TN, sinks_TN]))
+
+
 def merge_lse(outs_nTNV: Tensor, lses_nTN: Tensor) -> tuple[Tensor, Tensor]:
     """Merge attention results over disjoint key sets: (out [T, N, V], lse [T, N]).
 
@@ -140,11 +148,7 @@ def merge_lse(outs_nTNV: Tensor, lses_nTN: Tensor) -> tuple[Tensor, Tensor]:
     >>> out.round(decimals=3), lse.exp().round(decimals=3)
     (tensor([4.]), tensor(3.))
     """
-    if outs_nTNV.shape[:-1] != lses_nTN.shape or not lses_nTN.shape[0]:
-        raise ValueError(
-            f"merge_lse: outs {tuple(outs_nTNV.shape)} and lses {tuple(lses_nTN.shape)}; wanted "
-            "outs [n, ..., V] and lses [n, ...] with n >= 1"
-        )
+    check_parts(outs_nTNV, lses_nTN)
     lses = lses_nTN.to(torch.promote_types(lses_nTN.dtype, torch.float32))
     outs = outs_nTNV.to(torch.promote_types(outs_nTNV.dtype, lses.dtype))
     top = lses.detach().amax(0)
@@ -158,13 +162,24 @@ def merge_lse(outs_nTNV: Tensor, lses_nTN: Tensor) -> tuple[Tensor, Tensor]:
     return out.to(outs_nTNV.dtype), torch.where(empty, -torch.inf, total.log() + top)
 
 
-def _check(
+def check_parts(outs_nTNV: Tensor, lses_nTN: Tensor) -> None:
+    """ValueError where the arguments of `merge_lse` don't fit together."""
+    if outs_nTNV.shape[:-1] != lses_nTN.shape or not lses_nTN.shape[0]:
+        raise ValueError(
+            f"merge_lse: outs {tuple(outs_nTNV.shape)} and lses {tuple(lses_nTN.shape)}; wanted "
+            "outs [n, ..., V] and lses [n, ...] with n >= 1"
+        )
+
+
+def check_paged(
     q_TNH: Tensor,
     cache: PagedCache,
     page_table_RM: Tensor,
     per_token: tuple[Tensor, Tensor, Tensor],
     sinks_N: Tensor | None,
 ) -> None:
+    """ValueError where the arguments of `paged_attention` don't fit together."""
+
     def fail(problem: str) -> None:
         raise ValueError(
             f"paged_attention: {problem}; q is {tuple(q_TNH.shape)}, k {tuple(cache.k.shape)}, "

@@ -41,13 +41,14 @@ def indexer_scores(
     keys: IndexCache,
     page_table_RM: Tensor,
     rows_T: Tensor,
-    lo_T: Tensor,
+    lo_T: Tensor | None,
     hi_T: Tensor,
 ) -> Tensor:
     """Scores [T, S] of the positions of each token's request, -inf where it doesn't see.
 
     sum_I gate * relu(q . k), in at least float32; scales belong into `gate`. What a token doesn't
-    see may be NaN. Intervals are as in `paged_attention`. ValueError if shapes don't fit together.
+    see may be NaN. Intervals are as in `paged_attention`; without lo they begin at 0. ValueError if
+    shapes don't fit together.
 
     >>> from types import SimpleNamespace
     >>> keys = SimpleNamespace(k=torch.tensor([[[9.0], [9.0]], [[2.0], [-1.0]]]))
@@ -94,14 +95,15 @@ def lightning_indexer(
     keys: IndexCache,
     page_table_RM: Tensor,
     rows_T: Tensor,
-    lo_T: Tensor,
+    lo_T: Tensor | None,
     hi_T: Tensor,
     *,
     topk: int,
 ) -> Tensor:
-    """`select_top(indexer_scores(...))`: positions [T, min(topk, S)], int32, -1 for none.
+    """`select_top(indexer_scores(...))`: positions [T, min(topk, S)], int32, then -1 for none.
 
-    The scores of all tokens don't exist at one time. ValueError as in both.
+    Here they ascend; another back end may give them in another order, and choose among equal scores
+    in its own way. The scores of all tokens don't exist at one time. ValueError as in both.
 
     >>> from types import SimpleNamespace
     >>> keys = SimpleNamespace(k=torch.tensor([[[9.0], [9.0]], [[2.0], [-1.0]]]))
@@ -120,13 +122,13 @@ def _indexer(
     queries: tuple[Tensor, Tensor],
     keys: IndexCache,
     page_table_RM: Tensor,
-    tokens: tuple[Tensor, Tensor, Tensor],
+    tokens: tuple[Tensor, Tensor | None, Tensor],
     finish: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """`finish(scores [tokens, S])` of all tokens, a block of tiles at a time."""
     (q_TIH, gate_TI), (rows_T, lo_T, hi_T) = queries, tokens
-    _check(q_TIH, gate_TI, keys, page_table_RM)
-    check_tokens("indexer", q_TIH, rows=rows_T, lo=lo_T, hi=hi_T)
+    check_indexer(q_TIH, gate_TI, keys, page_table_RM, tokens)
+    lo_T = torch.zeros_like(hi_T) if lo_T is None else lo_T
     wide = torch.promote_types(q_TIH.dtype, torch.float32)
     s = torch.arange(page_table_RM.shape[1] * keys.k.shape[1], device=q_TIH.device)
 
@@ -147,7 +149,15 @@ def _indexer(
     return over_tiles(score, page_table_RM, rows_T, per_token, tile=tile, elements=elements)[0]
 
 
-def _check(q_TIH: Tensor, gate_TI: Tensor, keys: IndexCache, page_table_RM: Tensor) -> None:
+def check_indexer(
+    q_TIH: Tensor,
+    gate_TI: Tensor,
+    keys: IndexCache,
+    page_table_RM: Tensor,
+    tokens: tuple[Tensor, Tensor | None, Tensor],
+) -> None:
+    """ValueError where the arguments of the indexer don't fit together."""
+    rows_T, lo_T, hi_T = tokens
     fits = (
         q_TIH.ndim == keys.k.ndim == 3
         and gate_TI.shape == q_TIH.shape[:2]
@@ -161,3 +171,5 @@ def _check(q_TIH: Tensor, gate_TI: Tensor, keys: IndexCache, page_table_RM: Tens
             f"{tuple(keys.k.shape)}, page_table {tuple(page_table_RM.shape)}; wanted q [T, I, H], "
             "gate [T, I], k [pages, page, H], page_table [R, M]"
         )
+    bounds = dict(hi=hi_T) if lo_T is None else dict(lo=lo_T, hi=hi_T)
+    check_tokens("indexer", q_TIH, rows=rows_T, **bounds)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from funcinfer.layers.primitives.reference_attention import MAX_TILE, attend_tiles
+from funcinfer.layers.primitives.segments import Segments
 from funcinfer.layers.primitives.tiles import (
     check_tokens,
     fetch_pages,
@@ -50,11 +51,12 @@ def paged_mla_attention(
     hi_T: Tensor,
     *,
     scale: float,
+    segments: Segments | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of each token over an interval of its request's latents: (u [T, N, C], lse [T, N]).
 
-    `q` has the key up-projection absorbed. Intervals, dtypes, NaN and a token that sees nothing are
-    as in `paged_attention`. ValueError if shapes don't fit together.
+    `q` has the key up-projection absorbed. Intervals, dtypes, NaN, segments and a token that sees
+    nothing are as in `paged_attention`. ValueError if shapes don't fit together.
 
     >>> from types import SimpleNamespace
     >>> pages = dict(ckv=torch.arange(8.0).view(2, 4, 1), kpe=torch.zeros(2, 4, 2))
@@ -65,7 +67,7 @@ def paged_mla_attention(
     >>> u.item(), lse.exp().item()
     (5.5, 2.0)
     """
-    _check("paged_mla_attention", (q_TNC, q_pe_TNE), cache, page_table_RM)
+    check_latents("paged_mla_attention", (q_TNC, q_pe_TNE), cache, page_table_RM)
     check_tokens("paged_mla_attention", q_TNC, rows=rows_T, lo=lo_T, hi=hi_T)
     q_TNW = _scaled(q_TNC, q_pe_TNE, scale)
     s = torch.arange(page_table_RM.shape[1] * cache.ckv.shape[1], device=q_TNC.device)
@@ -92,11 +94,13 @@ def sparse_mla_attention(
     positions_TK: Tensor,
     *,
     scale: float,
-) -> tuple[Tensor, Tensor]:
+    with_lse: bool = True,
+) -> tuple[Tensor, Tensor | None]:
     """Attention of each token over selected positions of its request: (u [T, N, C], lse [T, N]).
 
-    `positions_TK` count in this rank's pages; -1, anywhere, is no position, and a position that is
-    given twice counts twice. Only those rows of the cache are read. The rest is as in
+    `positions_TK` count in this rank's pages; -1 is no position, and a position that is given twice
+    counts twice. Here a -1 may stand anywhere; other back ends want them last. Only those rows of
+    the cache are read. Without `with_lse` the second result is None. The rest is as in
     `paged_mla_attention`. ValueError if shapes don't fit together.
 
     >>> from types import SimpleNamespace
@@ -107,13 +111,7 @@ def sparse_mla_attention(
     >>> u.item(), lse.exp().item()
     (6.0, 2.0)
     """
-    _check("sparse_mla_attention", (q_TNC, q_pe_TNE), cache, page_table_RM)
-    check_tokens("sparse_mla_attention", q_TNC, rows=rows_T)
-    if positions_TK.ndim != 2 or positions_TK.shape[0] != q_TNC.shape[0]:
-        raise ValueError(
-            f"sparse_mla_attention: positions {tuple(positions_TK.shape)}; wanted [T, K] with "
-            f"T = {q_TNC.shape[0]}"
-        )
+    check_selected((q_TNC, q_pe_TNE), cache, page_table_RM, rows_T, positions_TK)
     q_TNW = _scaled(q_TNC, q_pe_TNE, scale)
     page = cache.ckv.shape[1]
 
@@ -131,7 +129,7 @@ def sparse_mla_attention(
     u_TNC, lse_TN = over_tiles(
         attend, page_table_RM, rows_T, (q_TNW, positions_TK), tile=1, elements=elements
     )
-    return u_TNC.to(q_TNC.dtype), lse_TN
+    return u_TNC.to(q_TNC.dtype), lse_TN if with_lse else None
 
 
 def _scaled(q_TNC: Tensor, q_pe_TNE: Tensor, scale: float) -> Tensor:
@@ -149,9 +147,10 @@ def _attend_latents(
     return u[:, 0], lse[:, 0]
 
 
-def _check(
+def check_latents(
     name: str, queries: tuple[Tensor, Tensor], cache: LatentCache, page_table_RM: Tensor
 ) -> None:
+    """ValueError where queries, latents and page table don't fit together."""
     q_TNC, q_pe_TNE = queries
     fits = (
         q_TNC.ndim == q_pe_TNE.ndim == cache.ckv.ndim == cache.kpe.ndim == 3
@@ -168,4 +167,21 @@ def _check(
             f"{tuple(cache.ckv.shape)}, kpe {tuple(cache.kpe.shape)}, page_table "
             f"{tuple(page_table_RM.shape)}; wanted q [T, N, C], q_pe [T, N, E], ckv [pages, page, "
             "C], kpe [pages, page, E], page_table [R, M]"
+        )
+
+
+def check_selected(
+    queries: tuple[Tensor, Tensor],
+    cache: LatentCache,
+    page_table_RM: Tensor,
+    rows_T: Tensor,
+    positions_TK: Tensor,
+) -> None:
+    """ValueError where the arguments of `sparse_mla_attention` don't fit together."""
+    check_latents("sparse_mla_attention", queries, cache, page_table_RM)
+    check_tokens("sparse_mla_attention", queries[0], rows=rows_T)
+    if positions_TK.ndim != 2 or positions_TK.shape[0] != queries[0].shape[0]:
+        raise ValueError(
+            f"sparse_mla_attention: positions {tuple(positions_TK.shape)}; wanted [T, K] with "
+            f"T = {queries[0].shape[0]}"
         )

@@ -50,7 +50,7 @@ def expert_mlp(
     >>> expert_mlp(x, ids, torch.full((1, 2), 0.5), gate_up, down, activation=torch.mul)
     tensor([[45.]])
     """
-    _check(x_TD, ids_TK, weights_TK, gate_up_ECFD, down_EDF)
+    check_experts(x_TD, ids_TK, weights_TK, gate_up_ECFD, down_EDF)
     E, (T, K) = gate_up_ECFD.shape[0], ids_TK.shape
     if T * K == 0:
         return torch.zeros_like(x_TD)
@@ -135,9 +135,11 @@ def _by_tiles(
     return y_NQD.flatten(0, 1).index_select(0, place_M.clamp(max=N * Q - 1))
 
 
-def _check(
+def check_experts(
     x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, gate_up_ECFD: Tensor, down_EDF: Tensor
 ) -> None:
+    """ValueError where the arguments of `expert_mlp` don't fit together."""
+
     def fail(problem: str) -> None:
         raise ValueError(
             f"expert_mlp: {problem}; x is {tuple(x_TD.shape)}, ids {tuple(ids_TK.shape)}, weights "
