@@ -128,6 +128,21 @@ def check(
     assert stream.text == cut(text, stop, include_stop)
 
 
+def check_stop_token(kind: Kind, ids: Sequence[int], stop: Sequence[str]) -> None:
+    """The end where the last token that is taken is a stop token, and the text is read once."""
+    for include_stop in (False, True):
+        stream, count, shown = TextStream(kind.text, stop, include_stop), 0, ""
+        for count, token in enumerate(ids, 1):
+            if stream.push(token):
+                break
+            if count == 3:
+                shown = stream.text
+        stream.finish(stop_token=True)
+        assert not include_stop or stream.text.startswith(shown)
+        kept = kind.decode(ids[: count if include_stop else max(count - 1, 0)])
+        assert stream.text == cut(kept, stop, include_stop)
+
+
 # Tokenizers
 
 
@@ -232,15 +247,7 @@ def test_a_stream_is_the_text_of_all_tokens_cut_at_the_first_stop(case, include_
 
 @given(cases())
 def test_the_text_of_a_stop_token_is_kept_or_not(case):
-    kind, ids, stop = case
-    if not ids:
-        return
-    for include_stop in (False, True):
-        stream = TextStream(kind.text, stop, include_stop)
-        count = next((i for i, token in enumerate(ids, 1) if stream.push(token)), len(ids))
-        stream.finish(stop_token=True)
-        kept = kind.decode(ids[: count if include_stop else count - 1])
-        assert stream.text == cut(kept, stop, include_stop)
+    check_stop_token(*case)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -255,9 +262,12 @@ def test_every_sequence_of_a_few_tokens(name):
 
 @pytest.mark.parametrize("name", ["byte level", "sentencepiece"])
 def test_every_sequence_of_bytes_whole_or_not(name):
-    kind, values = made(name), b"a\xc3\xa9\xe2\x82\xac\xff"
+    kind, values = made(name), b"a\xc3\xa9\xe2\xff"
+    other = kind.text.tokenizer.token_to_id("ab")
     for indices in product([SOME_BYTES.index(value) for value in values], repeat=4):
         check(kind, indices, ["é", "a"])
+        check(kind, [*indices, other], ["aé"])
+        check_stop_token(kind, [other, other, *indices], ["aé", "a" + LOST])
 
 
 # Concrete cases
