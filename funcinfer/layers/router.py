@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
+from funcinfer.layers import primitives as ops
 from funcinfer.spec import ParamSpec
 
 Params = dict[str, Any]
@@ -55,8 +56,7 @@ def softmax_top_k(p: Params, x_TD: torch.Tensor, *, k: int, normalise: bool) -> 
     (tensor([[0.5000, 0.3333]]), tensor([[1, 2]]))
     """
     logits_TE = linear(x_TD, p["weight"])
-    score_TE = logits_TE.softmax(-1, dtype=torch.promote_types(x_TD.dtype, torch.float32))
-    weight_TK, ids_TK = _pick(score_TE, score_TE, k)
+    weight_TK, ids_TK = ops.gate_softmax(logits_TE, k=k)
     if normalise:
         weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
     return weight_TK.to(logits_TE.dtype), ids_TK
@@ -81,10 +81,9 @@ def softmax_group_top_k(
     >>> softmax_group_top_k(p, torch.ones(1, 1), k=2, groups=2, keep_groups=1)[1]
     tensor([[0, 1]])
     """
-    score_TE = _wide_logits(p, x_TD).softmax(-1)
-    choice_TGS = _grouped(score_TE, groups)
-    choice_TE = _keep_groups(choice_TGS, choice_TGS.amax(-1), keep_groups, k)
-    weight_TK, ids_TK = _pick(choice_TE, score_TE, k)
+    weight_TK, ids_TK = ops.gate_softmax(
+        _wide_logits(p, x_TD), k=k, groups=groups, keep_groups=keep_groups
+    )
     return weight_TK * scale, ids_TK
 
 
@@ -99,8 +98,7 @@ def sigmoid_top_k(p: Params, x_TD: torch.Tensor, *, k: int) -> Routes:
     (tensor([[0.5000, 0.5000]]), tensor([[1, 2]]))
     """
     logits_TE = linear(x_TD.to(p["weight"].dtype), p["weight"])
-    score_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32)).sigmoid()
-    weight_TK, ids_TK = _pick(score_TE + p["bias"], score_TE, k)
+    weight_TK, ids_TK = ops.gate_sigmoid(logits_TE, p["bias"], k=k)
     return weight_TK / weight_TK.sum(-1, keepdim=True), ids_TK
 
 
@@ -124,16 +122,9 @@ def sigmoid_group_top_k(
     >>> sigmoid_group_top_k(p, torch.ones(1, 1), k=1, groups=2, keep_groups=1, scale=2.5)
     (tensor([[2.5000]]), tensor([[0]]))
     """
-    score_TE = _wide_logits(p, x_TD).sigmoid()
-    choice_TGS = _grouped(score_TE + p["bias"], groups)
-    if groups > 1 and choice_TGS.shape[2] < 2:
-        raise ValueError(
-            f"{groups} groups of {choice_TGS.shape[2]} expert:"
-            f" a group's score is the sum of its best two, so each must hold at least 2"
-        )
-    group_TG = choice_TGS.topk(min(2, choice_TGS.shape[2]), -1).values.sum(-1)
-    choice_TE = _keep_groups(choice_TGS, group_TG, keep_groups, k)
-    weight_TK, ids_TK = _pick(choice_TE, score_TE, k)
+    weight_TK, ids_TK = ops.gate_sigmoid(
+        _wide_logits(p, x_TD), p["bias"], k=k, groups=groups, keep_groups=keep_groups
+    )
     if normalise:
         weight_TK = weight_TK / (weight_TK.sum(-1, keepdim=True) + 1e-20)
     return weight_TK * scale, ids_TK
@@ -143,43 +134,3 @@ def _wide_logits(p: Params, x_TD: torch.Tensor) -> torch.Tensor:
     """W x, multiplied and summed in at least float32."""
     wide = torch.promote_types(x_TD.dtype, torch.float32)
     return linear(x_TD.to(wide), p["weight"].to(wide))
-
-
-def _top_ids(score: torch.Tensor, k: int) -> torch.Tensor:
-    """Ids of the k largest of the last dim, largest first, equal ones by id: not so with `topk`."""
-    return score.sort(dim=-1, descending=True, stable=True).indices[..., :k]
-
-
-def _pick(choice_TE: torch.Tensor, score_TE: torch.Tensor, k: int) -> Routes:
-    """The scores and ids of the k largest choices."""
-    if not 1 <= k <= choice_TE.shape[-1]:
-        raise ValueError(
-            f"k={k} choices of {choice_TE.shape[-1]} experts: k must be from 1 to that"
-        )
-    ids_TK = _top_ids(choice_TE, k)
-    return score_TE.gather(-1, ids_TK), ids_TK
-
-
-def _grouped(choice_TE: torch.Tensor, groups: int) -> torch.Tensor:
-    num_experts = choice_TE.shape[-1]
-    if groups < 1 or num_experts % groups:
-        raise ValueError(f"{num_experts} experts can't be divided into groups={groups} even groups")
-    return choice_TE.unflatten(-1, (groups, num_experts // groups))
-
-
-def _keep_groups(
-    choice_TGS: torch.Tensor, group_TG: torch.Tensor, keep: int, k: int
-) -> torch.Tensor:
-    """The choices [T, E] with those of all but the `keep` best groups at -inf.
-
-    Biased scores may be negative: any finite value in place of -inf could win against them.
-    """
-    groups, size = choice_TGS.shape[1:]
-    if not 1 <= keep <= groups or k > keep * size:
-        raise ValueError(
-            f"k={k} choices in keep_groups={keep} of groups={groups}, each of {size} experts:"
-            f" keep_groups must be from 1 to {groups} and leave at least k experts"
-        )
-    kept_TG = torch.zeros_like(group_TG, dtype=torch.bool)
-    kept_TG = kept_TG.scatter(-1, _top_ids(group_TG, keep), True)
-    return torch.where(kept_TG[..., None], choice_TGS, -torch.inf).flatten(1)

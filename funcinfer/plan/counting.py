@@ -114,6 +114,8 @@ ELEMENTWISE = (
     "select_top",
     "write_rows",
     "write_kv",
+    "gate_softmax",
+    "gate_sigmoid",
 )
 
 

@@ -28,6 +28,8 @@ __all__ = [
     "Segments",
     "expert_mlp",
     "force_reference",
+    "gate_sigmoid",
+    "gate_softmax",
     "indexer_scores",
     "layer_norm",
     "lightning_indexer",
@@ -156,5 +158,7 @@ indexer_scores = _op(reference.indexer_scores)
 select_top = _op(reference.select_top)
 lightning_indexer = _op(reference.lightning_indexer)
 expert_mlp = _op(reference.expert_mlp)
+gate_softmax = _op(reference.gate_softmax)
+gate_sigmoid = _op(reference.gate_sigmoid)
 write_rows = _op(reference.write_rows)
 write_kv = _op(reference.write_kv)

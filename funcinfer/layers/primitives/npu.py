@@ -27,7 +27,7 @@ from funcinfer.layers.primitives.npu_mla import (
     paged_mla_attention,
     sparse_mla_attention,
 )
-from funcinfer.layers.primitives.npu_moe import expert_mlp
+from funcinfer.layers.primitives.npu_moe import expert_mlp, gate_sigmoid, gate_softmax
 from funcinfer.layers.primitives.reference import (
     check_gate,
     check_norm,
@@ -39,6 +39,8 @@ from funcinfer.layers.primitives.reference import (
 
 __all__ = [
     "expert_mlp",
+    "gate_sigmoid",
+    "gate_softmax",
     "indexer_scores",
     "layer_norm",
     "lightning_indexer",

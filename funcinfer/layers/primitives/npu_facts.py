@@ -181,6 +181,19 @@ def lightning_indexer(
     )
 
 
+def gate(logits_TE: Tensor, *bias: Tensor, k: int, groups: int = 1, keep_groups: int = 1) -> Facts:
+    """Facts about the gates; the op pads each group to a multiple of 32 experts."""
+    T, E = logits_TE.shape
+    padded = groups * (-(-E // groups // 32) * 32)
+    return dict(
+        tokens=T,
+        dtype=dtype_of(logits_TE),
+        experts=E,
+        group_size=E // groups,
+        padded_experts=padded,
+    )
+
+
 def expert_mlp(
     x_TD: Tensor,
     ids_TK: Tensor,
@@ -239,6 +252,8 @@ FACTS: Mapping[str, Callable[..., Facts]] = MappingProxyType(
         "indexer_scores": nothing,
         "select_top": nothing,
         "lightning_indexer": lightning_indexer,
+        "gate_softmax": gate,
+        "gate_sigmoid": gate,
         "expert_mlp": expert_mlp,
         "expert_mlp.combine": combine_experts,
     }

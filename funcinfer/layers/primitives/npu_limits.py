@@ -103,6 +103,13 @@ SPLIT_WIDTHS = (*RAGGED_WIDTHS, (192, 128, "gqa"), (192, 128, "mha"), (192, 192,
 NORM = (one_of("dtype", *FLOATS), TOKENS)
 ROTARY = (TOKENS, one_of("dtype", *FLOATS), between("rotary_dim", 2, 894, step=2))
 CLIPPED = (TOKENS, one_of("dtype", *FLOATS), SAME_DTYPE)
+GATE = (
+    TOKENS,
+    one_of("dtype", *FLOATS),
+    between("experts", 1, 2048),
+    between("group_size", 3),
+    between("padded_experts", 1, 2048),
+)
 A2_A3 = ("ascend910b", "ascend910c")
 
 FORMS: Mapping[str, tuple[Form, ...]] = MappingProxyType(
@@ -157,7 +164,7 @@ FORMS: Mapping[str, tuple[Form, ...]] = MappingProxyType(
                     between("group", 1, 64),
                     is_true("equal_widths", "equal widths of keys and values"),
                     between("head_dim", 16, 512, step=16),
-                    between("page_size", 16, 512, step=16),
+                    between("page_size", 128, 512, step=128),
                     between("positions", 1, 262144),
                     between("spare_pages", 0),
                     between("kv_width", 1, 65535),
@@ -229,6 +236,8 @@ FORMS: Mapping[str, tuple[Form, ...]] = MappingProxyType(
                 },
             ),
         ),
+        "gate_softmax": (Form("gate", "npu_moe_gating_top_k", GATE, A2_A3),),
+        "gate_sigmoid": (Form("gate", "npu_moe_gating_top_k", GATE, A2_A3),),
         "expert_mlp": (
             Form(
                 "grouped",

@@ -1,4 +1,5 @@
-"""The experts' MLPs by torch_npu: sort by expert, two grouped products, weighted sum.
+"""Gates (npu_moe_gating_top_k) and the experts' MLPs by torch_npu: sort by expert, two grouped
+products, weighted sum.
 
     x[T, D], ids[T, K] -> x[M, D] sorted by expert, place[T K], counts[E]   npu_moe_init_routing_v2
     h[M, 2 F] = x . gate_up[expert]   a = act(h)   y[M, D] = a . down[expert]    npu_grouped_matmul
@@ -18,11 +19,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from funcinfer.layers.primitives import reference_moe
+from funcinfer.layers.primitives import reference_gates, reference_moe
 from funcinfer.layers.primitives.npu_device import choice
+from funcinfer.layers.primitives.reference_gates import check_gate_sizes
 from funcinfer.layers.primitives.reference_moe import Activation, check_experts
 
 COUNTS, ROW_ORDER, DROPLESS_ROW_ORDER = 1, 0, 2
+SOFTMAX, SIGMOID = 0, 1
+BEST, BEST_TWO = 0, 1
 
 
 def expert_mlp(
@@ -61,6 +65,49 @@ def expert_mlp(
     if choice("expert_mlp.combine", *args).form is None:
         combine = _gather_and_sum
     return combine(y_MD, place_M.clamp_min(0), weights_TK)
+
+
+def gate_softmax(
+    logits_TE: Tensor, *, k: int, groups: int = 1, keep_groups: int = 1
+) -> tuple[Tensor, Tensor]:
+    """As `reference_gates.gate_softmax`. The op has this norm as 0, whatever a text says."""
+    check_gate_sizes(logits_TE, k, groups, keep_groups)
+    settings = dict(k=k, groups=groups, keep_groups=keep_groups)
+    if choice("gate_softmax", logits_TE, **settings).form is None:
+        return reference_gates.gate_softmax(logits_TE, **settings)
+    score_TK, ids_TK, _ = torch.ops.npu.npu_moe_gating_top_k(
+        logits_TE.float(),
+        k,
+        k_group=keep_groups,
+        group_count=groups,
+        group_select_mode=BEST,
+        norm_type=SOFTMAX,
+    )
+    return score_TK, ids_TK.long()
+
+
+def gate_sigmoid(
+    logits_TE: Tensor, bias_E: Tensor, *, k: int, groups: int = 1, keep_groups: int = 1
+) -> tuple[Tensor, Tensor]:
+    """As `reference_gates.gate_sigmoid`. The op gives the shares of the chosen scores alone, so the
+    scores are looked up among those of all experts.
+    """
+    check_gate_sizes(logits_TE, k, groups, keep_groups, bias_E)
+    settings = dict(k=k, groups=groups, keep_groups=keep_groups)
+    if choice("gate_sigmoid", logits_TE, bias_E, **settings).form is None:
+        return reference_gates.gate_sigmoid(logits_TE, bias_E, **settings)
+    _, ids_TK, score_TE = torch.ops.npu.npu_moe_gating_top_k(
+        logits_TE.float(),
+        k,
+        bias=bias_E.float(),
+        k_group=keep_groups,
+        group_count=groups,
+        group_select_mode=BEST_TWO,
+        norm_type=SIGMOID,
+        out_flag=True,
+    )
+    ids_TK = ids_TK.long()
+    return score_TE.gather(1, ids_TK), ids_TK
 
 
 def grouped(x_MD: Tensor, w_EFD: Tensor, counts_E: Tensor) -> Tensor:

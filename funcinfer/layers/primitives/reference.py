@@ -9,7 +9,8 @@
 "fp32 inside" means `promote_types(x.dtype, float32)`: half precision is computed in float32, and
 float64 stays float64. Results have the input's dtype. Attention is in `reference_attention`,
 the experts' MLPs are in `reference_moe`, latent attention in `reference_mla`, its indexer in
-`reference_indexer`, writes of caches in `reference_cache`.
+`reference_indexer`, writes of caches in `reference_cache`,
+gates of experts in `reference_gates`.
 
 Legend: T tokens, D model dim, F mlp width, N heads, H head dim, C rotated pairs (rotary dim / 2).
 """
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from funcinfer.layers.primitives.reference_attention import merge_lse, paged_attention
 from funcinfer.layers.primitives.reference_cache import write_kv, write_rows
+from funcinfer.layers.primitives.reference_gates import gate_sigmoid, gate_softmax
 from funcinfer.layers.primitives.reference_indexer import (
     indexer_scores,
     lightning_indexer,
@@ -32,6 +34,8 @@ from funcinfer.layers.primitives.reference_moe import expert_mlp
 
 __all__ = [
     "expert_mlp",
+    "gate_sigmoid",
+    "gate_softmax",
     "indexer_scores",
     "layer_norm",
     "lightning_indexer",
