@@ -78,7 +78,7 @@ def npu_lightning_indexer(
         T, S = score.shape
         seen = torch.arange(S) < _limit(sparse_mode, T, S)[:, None]
         score = score.masked_fill(~seen, -torch.inf)
-        order = S - 1 - score.flip(-1).sort(-1, descending=True, stable=True).indices
+        order = S - 1 - score.flip(-1).sort(dim=-1, descending=True, stable=True).indices
         order = order.masked_fill(~seen.gather(1, order), -1)[:, :sparse_count]
         chosen.append(torch.nn.functional.pad(order, (0, sparse_count - order.shape[1]), value=-1))
     if layout_query == "TND":

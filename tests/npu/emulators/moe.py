@@ -39,10 +39,10 @@ def npu_moe_gating_top_k(
     if group_count > 1:
         grouped = choice.unflatten(1, (group_count, -1))
         best = grouped.topk(2 if group_select_mode == 1 else 1, -1).values.sum(-1)
-        kept = best.sort(-1, descending=True, stable=True).indices[:, :k_group]
+        kept = best.sort(dim=-1, descending=True, stable=True).indices[:, :k_group]
         open_TG = torch.zeros(T, group_count, dtype=torch.bool).scatter(1, kept, True)
         choice = grouped.masked_fill(~open_TG[..., None], -torch.inf).flatten(1)
-    index = choice.sort(-1, descending=True, stable=True).indices[:, :k]
+    index = choice.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     y = score.gather(1, index)
     if norm_type == 1:
         y = y / (y.sum(-1, keepdim=True) + eps)
@@ -55,7 +55,7 @@ def npu_moe_gating_top_k_softmax(
     x: Tensor, finished: Tensor | None, k: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     T, E = x.shape
-    order = x.float().softmax(-1).sort(-1, descending=True, stable=True)
+    order = x.float().softmax(-1).sort(dim=-1, descending=True, stable=True)
     index = order.indices[:, :k].int()
     if finished is not None:
         index = index.masked_fill(finished[:, None], E)
@@ -171,12 +171,10 @@ def npu_grouped_matmul(
     """Rows past the last group are undefined."""
     name = "npu_grouped_matmul"
     require(not act_type, f"the emulator of {name} applies no activation")
-    require(len(x) <= 128 and len(weight) <= 128, f"{name}: lists of up to 128")
     dtypes(name, (*FLOATS, torch.int8), *x, *weight)
-    if group_list is None or group_type == -1:
-        require(len(x) == len(weight), f"{name}: without groups, as many x as weights")
-        return [(a.float() @ b.float()).to(a.dtype) for a, b in zip(x, weight, strict=True)]
     require(group_type == 0 and len(x) == len(weight) == 1, f"the emulator of {name} splits M")
+    require(group_list is not None, f"{name}: groups of rows")
+    assert group_list is not None
     require(split_item in (2, 3), f"{name}: one result: split_item 2 or 3, not {split_item}")
     if isinstance(group_list, Tensor):
         require(group_list.dtype == torch.int64, f"{name}: group_list is int64")

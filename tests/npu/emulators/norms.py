@@ -75,7 +75,7 @@ def npu_clipped_swiglu(
 def npu_top_k_top_p(logits: Tensor, p: Tensor | None, k: Tensor | None) -> Tensor:
     dtypes("npu_top_k_top_p", FLOATS, logits, p)
     require(logits.ndim == 2, "npu_top_k_top_p: logits [B, V]")
-    value, order = logits.float().sort(-1, stable=True)
+    value, order = logits.float().sort(dim=-1, stable=True)
     if k is not None:
         require(k.dtype == torch.int32, "npu_top_k_top_p: k is int32")
         require(k.min() >= 1 and k.max() <= min(1024, logits.shape[1]), "k in 1 ... min(1024, V)")
