@@ -15,6 +15,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from funcinfer.serving.model import Model
+
 
 class Proposal(NamedTuple):
     """Drafts of each request, no more than asked for, and their laws.
@@ -154,3 +156,46 @@ class ScriptedDrafter:
 
     def forget(self, id: Hashable) -> None:
         """Nothing is kept."""
+
+
+def pick_drafter(
+    model: Model, num_drafts: int, drafter: Drafter | None, *, asynchronous: bool
+) -> Drafter | None:
+    """Who proposes drafts for a loop: the drafter given, else None for the model's own draft
+    module, else n-gram look-up.
+
+    ValueError where there is none to do it: a drafter needs the tokens that are there so far, which
+    an asynchronous loop has too late, and more than one draft module is not served.
+    """
+    if num_drafts == 0:
+        if drafter is not None:
+            raise ValueError("a drafter without drafts: give speculate=k, at least 1")
+        return None
+    modules = model.fns.num_drafts
+    if drafter is None and modules == 1:
+        return None
+    if drafter is None and modules > 1:
+        raise ValueError(
+            f"the model has {modules} draft modules; the engine chains drafts over one: give a"
+            f" drafter, as NgramDrafter()"
+        )
+    if asynchronous:
+        raise ValueError(
+            "asynchronous steps can't wait for a drafter on the host: speculate with a model that"
+            " has a draft module, or with asynchronous=False"
+        )
+    return drafter or NgramDrafter()
+
+
+def check_proposal(proposal: Proposal, counts: Sequence[int], vocab_size: int) -> None:
+    """ValueError for drafts that are more than asked for, no tokens, or drawn from laws, which a
+    loop can judge on the device only.
+    """
+    if proposal.laws is not None:
+        raise ValueError("the drafter gives laws: the engine takes drafts that were not drawn")
+    for drafts, count in zip(proposal.tokens, counts, strict=True):
+        if len(drafts) > count or not all(0 <= draft < vocab_size for draft in drafts):
+            raise ValueError(
+                f"the drafter proposes {drafts}: expected at most {count} tokens of the vocabulary,"
+                f" 0 to {vocab_size - 1}"
+            )

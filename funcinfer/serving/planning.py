@@ -25,6 +25,7 @@ class Step:
     left: int
     ahead: int
     num_drafts: int
+    look_ahead: int
     chunk: Callable[[int], int] | None
     works: list[Work] = field(default_factory=list)
     preempted: list[Hashable] = field(default_factory=list)
@@ -39,7 +40,7 @@ def plan_row(step: Step, request: Request, behind: int) -> None:
     late = request.in_flight > 0
     if late:
         total = start + 1
-        if request.in_flight > step.ahead or total >= request.max_total:
+        if request.in_flight > step.ahead or total >= request.max_total or not request.can_be_late:
             return
     else:
         total = len(request.tokens)
@@ -61,12 +62,16 @@ def plan_row(step: Step, request: Request, behind: int) -> None:
     if wants_logits:
         if drafts or step.num_drafts:
             request.drafts = ()
-            num_drafts = len(drafts) if drafts else step.num_drafts * request.has_drawn
+            num_drafts = len(drafts)
+            if not drafts and request.has_drawn and request.can_be_late:
+                num_drafts = step.num_drafts
             most, useful = left - count - behind, request.max_total - total - 1
             if num_drafts > most or num_drafts > useful or num_drafts > room:
                 num_drafts = _fit_drafts(step, request, num_drafts, min(most, useful), room)
                 drafts = drafts[:num_drafts]
             count += num_drafts
+        if step.look_ahead:
+            _look_ahead(step, request, start + count)
         request.in_flight += 1
         request.has_drawn = True
     request.row_start = start
@@ -111,6 +116,15 @@ def _fit_drafts(step: Step, request: Request, count: int, most: int, room: int) 
         request.pages.extend(pages)
         count = min(count, room + len(pages) * step.page_size)
     return count
+
+
+def _look_ahead(step: Step, request: Request, end: int) -> None:
+    """Take free pages for positions from `end` on, up to the last one that can matter."""
+    last = min(end + step.look_ahead, request.max_total - 1)
+    lacking = last - len(request.pages) * step.page_size
+    if lacking > 0:
+        pool, wanted = step.state.pool, pages_needed(lacking, step.page_size)
+        request.pages.extend(pool.allocate(wanted) or pool.allocate(pool.num_free) or ())
 
 
 def admit(step: Step, max_running: int) -> int:

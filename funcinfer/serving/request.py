@@ -30,8 +30,8 @@ class Request:
     children of a request arrive with it, behind it. parent: whose prompt pages a child waits for.
     in_flight: rows planned that want logits and are not committed. has_drawn: whether there was
     such a row in this epoch. row_start: where the latest planned row began. drafts: proposed for
-    the next row. chain: its blocks, with a prefix cache. next_full: positions at which the next
-    block is full.
+    the next row. can_be_late: whether rows may have tokens that aren't known when they are planned.
+    chain: its blocks, with a prefix cache. next_full: positions at which the next block is full.
     """
 
     id: Hashable
@@ -51,6 +51,7 @@ class Request:
     has_drawn: bool = False
     row_start: int = 0
     drafts: tuple[int, ...] = ()
+    can_be_late: bool = True
     chain: Chain | None = field(default=None, repr=False)
     next_full: int = NEVER
 

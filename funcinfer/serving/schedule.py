@@ -76,13 +76,15 @@ def add(
     sampling: Any = None,
     priority: int = 0,
     scope: Hashable = None,
+    can_be_late: bool = True,
 ) -> Request:
     """Put a request behind the waiting ones of its priority.
 
     max_total: tokens of prompt and output together at which it ends with reason "length".
     stop: token ids that end it with reason "stop"; the stop token belongs to the output.
     priority: a smaller number runs first. scope: who may share pages with it: requests of an equal
-    one, see `funcinfer.kvcache.prefix.scope`.
+    one, see `funcinfer.kvcache.prefix.scope`. can_be_late: whether its rows may have tokens that
+    aren't known when they are planned, of late rows or of drafts on the device.
     Raises ValueError when the id is live already, and for what can never fit. An id is free again
     once its request has ended.
 
@@ -115,6 +117,7 @@ def add(
         arrival=state.counter,
         epoch=state.counter,
         order=(priority, state.counter, 0),
+        can_be_late=can_be_late,
         chain=Chain(scope) if state.prefix is not None else None,
     )
     state.waiting.push(request)
@@ -152,6 +155,7 @@ def fork(
         sampling=sampling,
         priority=priority,
         scope=parent.chain.scope if parent.chain is not None else None,
+        can_be_late=parent.can_be_late,
     )
     state.waiting.pop(request_id)
     child.order, child.arrival, child.parent = (priority, arrival, child.arrival), arrival, parent
@@ -179,6 +183,7 @@ def schedule(
     *,
     ahead: int = 0,
     num_drafts: int = 0,
+    look_ahead: int = 0,
     chunk: Callable[[int], int] | None = None,
 ) -> Plan:
     """Plan one step: at most `budget` tokens of at most `max_running` requests.
@@ -189,12 +194,15 @@ def schedule(
     num_drafts: drafts the device has for each row that follows one that wanted logits; those that
     were proposed go first. Drafts get what budget is left when each running request behind has a
     token, and pages that are free.
+    look_ahead: positions behind a row that wants logits to which the device writes drafts' keys and
+    values. They get pages that are free.
     chunk: most tokens of a row of several that starts at this position, see
     `funcinfer.serving.chunking`; a row has at least one. It must not raise.
 
     Changes the state: pages are taken, requests admitted and preempted, planned tokens counted as
     computed. A budget of at least max_running lets every running request decode in every step.
-    Raises ValueError for a budget or max_running below 1, a negative num_drafts, another `ahead`.
+    Raises ValueError for a budget or max_running below 1, a negative num_drafts or look_ahead,
+    another `ahead`.
 
     >>> state = ScheduleState(PagePool(4), page_size=4)
     >>> request = add(state, "a", [7, 8, 9], max_total=5)
@@ -205,9 +213,12 @@ def schedule(
     """
     if budget < 1 or max_running < 1:
         raise ValueError(f"budget {budget} and max_running {max_running} must be at least 1")
-    if ahead not in (0, 1) or num_drafts < 0:
-        raise ValueError(f"ahead is {ahead}, num_drafts {num_drafts}: expected 0 or 1, and >= 0")
-    step = Step(state, state.page_size, budget, ahead, num_drafts, chunk)
+    if ahead not in (0, 1) or num_drafts < 0 or look_ahead < 0:
+        raise ValueError(
+            f"ahead is {ahead}, num_drafts {num_drafts}, look_ahead {look_ahead}: expected 0 or 1, "
+            f"and >= 0"
+        )
+    step = Step(state, state.page_size, budget, ahead, num_drafts, look_ahead, chunk)
     running = state.running
     requests = tuple(running.values())
     behind = len(requests)

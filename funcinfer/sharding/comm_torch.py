@@ -294,6 +294,13 @@ class ProcessRanks:
             what=what,
         )
 
+    def broadcast(self, value: Any) -> Any:
+        """The value of the first rank, on every process; all of them call it. It is pickled."""
+        told = [value]
+        if self.mesh.num_ranks > 1:
+            dist.broadcast_object_list(told, src=0, device=self.comm.device)
+        return told[0]
+
     def _gather(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         if self.mesh.num_ranks == 1:
             return [x]

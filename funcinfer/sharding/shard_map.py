@@ -44,6 +44,10 @@ class Ranks(Protocol):
         """The global tree of local ones."""
         ...
 
+    def broadcast(self, value: Any) -> Any:
+        """The value of the process that has the first rank, in every process."""
+        ...
+
 
 class ThreadRanks:
     """All ranks of a mesh as threads of this process, kept from call to call.
@@ -131,6 +135,10 @@ class ThreadRanks:
             check=check,
             what=what,
         )
+
+    def broadcast(self, value: Any) -> Any:
+        """`value`: there is no other process."""
+        return value
 
     def _run_crew(self, jobs: Sequence[Job], hub: Rendezvous) -> None:
         try:

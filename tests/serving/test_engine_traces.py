@@ -1,48 +1,82 @@
 """The engine under random traces: every request becomes what it becomes alone.
 
 `tiny.expected` computes a request from whole sequences. The pools are small enough that requests
-are preempted, new and freed pages hold NaN, and a request may be aborted at any time.
+are preempted, new and freed pages hold NaN, and a request may be aborted at any time. Prefix cache,
+drafts of every origin and asynchronous steps must not be seen in what comes out, nor in the cache.
 """
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from funcinfer import Completion, Engine, SamplingParams
+from funcinfer.kvcache.prefix import scope
 from funcinfer.serving import schedule
+from funcinfer.serving.drafters import NgramDrafter, ScriptedDrafter
+from funcinfer.serving.sampling import child_seed
 from funcinfer.tree import tree_leaves
-from tests.equivalence.layouts import LAYOUTS
-from tests.launch import Processes
 from tests.serving import tiny
 
 LAWS = (
     SamplingParams(),
     SamplingParams(temperature=0.8, seed=5),
     SamplingParams(temperature=1.5, top_k=20, top_p=0.9, min_p=0.01, seed=2**64 - 1),
+    SamplingParams(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=-0.25),
+    SamplingParams(temperature=0.9, logit_bias={3: 4.0, 7: -100.0}, min_tokens=4, seed=9),
 )
+STOPS = ("ab", "cab", "bca", "cc")
 
 
 @st.composite
 def requests(draw) -> tuple[list[int], SamplingParams]:
     """A prompt and how it is continued, often with a stop token that does come."""
-    prompt = tiny.piece(7 * draw(st.integers(0, 3)), draw(st.integers(1, 17)))
+    length = draw(st.sampled_from([1, 3, 4, 5, 8, 11, 16, 17]))
+    prompt = tiny.piece(7 * draw(st.integers(0, 1)), length)
     law = draw(st.sampled_from(LAWS))
-    stops = ()
+    stop_ids = ()
     if draw(st.booleans()):
-        stops = (tiny.stream(tuple(prompt), law, 6)[draw(st.integers(0, 5))],)
+        stop_ids = (tiny.stream(tuple(prompt), tiny.law_of(law), 6)[draw(st.integers(0, 5))],)
     sampling = dataclasses.replace(
         law,
-        max_tokens=draw(st.integers(1, 10)),
-        stop_token_ids=stops,
+        max_tokens=draw(st.integers(max(1, law.min_tokens), 10)),
+        stop_token_ids=stop_ids,
         ignore_eos=draw(st.booleans()),
+        stop=draw(st.lists(st.sampled_from(STOPS), max_size=2)),
+        include_stop=draw(st.booleans()),
+        logprobs=draw(st.sampled_from([None, 0, 3])),
+        prompt_logprobs=draw(st.sampled_from([None, None, 2])),
+        n=draw(st.sampled_from([1, 1, 3])),
     )
     return prompt, sampling
+
+
+def single(sampling: SamplingParams, child: int) -> SamplingParams:
+    """The child-th completion as a request of its own."""
+    seed = sampling.seed if sampling.seed is None else child_seed(sampling.seed, child)
+    return dataclasses.replace(sampling, n=1, seed=seed)
+
+
+class Drafts:
+    """A drafter that knows what will come, and is right as often as its pattern says."""
+
+    def __init__(self, pattern: list[int]) -> None:
+        self.wanted: dict[object, tuple[list[int], SamplingParams]] = {}
+        self.pattern = itertools.cycle(pattern)
+
+    def __call__(self, id, history, count) -> list[int]:
+        prompt, sampling = self.wanted[id]
+        known = len(history) - len(prompt)
+        stops = tiny.stops_of(sampling) if sampling.min_tokens else ()
+        right = next(self.pattern)
+        most = min(known + count, tiny.MAX_LENGTH - len(prompt))
+        tokens = tiny.stream(tuple(prompt), tiny.law_of(sampling), most, stops)[known:]
+        return [(t + (i >= right)) % tiny.VOCAB for i, t in enumerate(tokens)]
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -53,28 +87,49 @@ class EngineMachine(RuleBasedStateMachine):
         num_pages=st.integers(8, 13),
         token_budget=st.integers(1, 20),
         max_running=st.integers(1, 5),
+        prefix_cache=st.booleans(),
+        drafter=st.sampled_from(["none", "none", "n-gram", "script", "module", "module"]),
+        speculate=st.integers(1, 3),
+        asynchronous=st.booleans(),
+        pattern=st.lists(st.integers(0, 3), min_size=1, max_size=5),
+        chunk=st.sampled_from([None, 2, 5]),
     )
-    def start(self, num_pages, token_budget, max_running):
+    def start(self, drafter, speculate, asynchronous, pattern, chunk, **options):
+        self.script = Drafts(pattern)
+        given_drafter = {"n-gram": NgramDrafter(2, 1), "script": ScriptedDrafter(self.script)}
+        self.asynchronous = asynchronous and drafter in ("none", "module")
         self.engine = Engine(
-            tiny.alone(),
-            num_pages=num_pages,
+            tiny.with_drafts() if drafter == "module" else tiny.alone(),
             page_size=tiny.PAGE_SIZE,
-            token_budget=token_budget,
-            max_running=max_running,
+            speculate=0 if drafter == "none" else speculate,
+            drafter=given_drafter.get(drafter),
+            asynchronous=self.asynchronous,
+            chunk=None if chunk is None else lambda position: chunk,
+            text=tiny.text(),
             poison=True,
             on_token=lambda completion, token: self.streamed[completion.id].append(token),
+            **options,
         )
+        self.kind = f"{drafter}{' ahead' if self.asynchronous else ''}"
         self.storage = storage(self.engine)
-        self.wanted: dict[object, tuple[list[int], str]] = {}
+        self.wanted: dict[object, tuple[list[int], SamplingParams]] = {}
         self.streamed: dict[object, list[int]] = {}
+        self.shown: dict[object, str] = {}
         self.ended: dict[object, Completion] = {}
         self.count = 0
 
-    @rule(request=requests())
-    def add(self, request):
-        id = self.engine.add(*request, id=("request", self.count))
+    @rule(request=requests(), priority=st.integers(0, 1), salt=st.sampled_from([None, None, "x"]))
+    def add(self, request, priority, salt):
+        prompt, sampling = request
+        id = ("request", self.count)
         self.count += 1
-        self.wanted[id], self.streamed[id] = tiny.expected(*request), []
+        for child in range(sampling.n):
+            name = (id, child) if child else id
+            self.wanted[name] = prompt, single(sampling, child)
+            self.streamed[name], self.shown[name] = [], ""
+        self.script.wanted = self.wanted
+        options = dict(priority=priority, scope=scope(salt=salt))
+        assert self.engine.add(prompt, sampling, id=id, **options) == id
 
     @rule()
     def step(self):
@@ -82,16 +137,18 @@ class EngineMachine(RuleBasedStateMachine):
         ended = self.engine.step()
         assert {done.id for done in ended} == before - set(self.engine.live)
         for done in ended:
-            assert (done.tokens, done.finish_reason) == self.wanted[done.id]
+            check_whole(done, *self.wanted[done.id])
             self.ended[done.id] = done
 
     @rule(choice=st.integers(0))
     def abort(self, choice):
-        live = sorted(self.engine.live)
+        live = sorted(self.engine.live, key=str)
         if live:
             done = self.engine.abort(live[choice % len(live)])
             assert done.finish_reason == "abort"
-            assert done.tokens == self.wanted[done.id][0][: len(done.tokens)]
+            wanted, _ = tiny.expected(*self.wanted[done.id])
+            assert done.tokens == wanted[: len(done.tokens)]
+            assert done.text.startswith(self.shown[done.id])
             assert done.id not in self.engine.live
             self.ended[done.id] = done
 
@@ -104,16 +161,25 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def is_sound(self):
         (state,) = self.engine.states
-        held = [page for request in state.running.values() for page in request.pages]
-        assert sorted({0, *held}) == sorted([0, *held])
-        assert len(held) + state.pool.num_free == state.pool.num_usable
+        check_pool(state)
         assert set(self.engine.live) == {*state.running, *state.waiting}
         assert storage(self.engine) == self.storage
         for id, completion in {**self.engine.live, **self.ended}.items():
             assert completion.tokens == self.streamed[id]
+            assert completion.text.startswith(self.shown[id])
+            self.shown[id] = completion.text
+
+    @invariant()
+    def caches_are_cold(self):
+        """What is computed for certain is what one forward of the whole sequence computes."""
+        (state,) = self.engine.states
+        for request in list(state.running.values())[:2]:
+            sure = request.row_start if self.asynchronous else request.computed
+            check_rows(self.engine, request, min(sure, len(request.tokens)))
 
     def teardown(self):
-        steps = 200
+        event(self.kind)
+        steps = 300
         while self.engine.live and steps:
             self.step()
             steps -= 1
@@ -122,26 +188,89 @@ class EngineMachine(RuleBasedStateMachine):
         assert_initial(self.engine)
 
 
-EngineMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
+EngineMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=25)
 TestTraces = EngineMachine.TestCase
 
 
+def check_whole(done: Completion, prompt: list[int], sampling: SamplingParams) -> None:
+    """That a request has become what it becomes alone."""
+    assert (done.tokens, done.finish_reason) == tiny.expected(prompt, sampling)
+    assert done.text == tiny.expected_text(prompt, sampling)
+    if sampling.logprobs is None:
+        assert done.logprobs is None
+    else:
+        wanted = tiny.expected_logprobs(prompt, done.tokens, sampling.logprobs)
+        check_logprobs(done.logprobs, wanted)
+    if sampling.prompt_logprobs is None:
+        assert done.prompt_logprobs is None
+    else:
+        first, *rest = done.prompt_logprobs
+        assert first is None
+        wanted = tiny.expected_logprobs(prompt[:1], prompt[1:], sampling.prompt_logprobs)
+        check_logprobs(rest, wanted)
+
+
+def check_logprobs(found, wanted) -> None:
+    assert [(f.token, [i for i, _ in f.top]) for f in found] == [
+        (token, [i for i, _ in top]) for token, _, top in wanted
+    ]
+    for f, (_, value, top) in zip(found, wanted, strict=True):
+        assert abs(f.logprob - value) < 1e-9
+        assert all(abs(x - y) < 1e-9 for (_, x), (_, y) in zip(f.top, top, strict=True))
+
+
+def check_pool(state: schedule.ScheduleState) -> None:
+    """References are those of the tables, and every page is held, idle or free."""
+    pool = state.pool
+    held = Counter(page for request in state.running.values() for page in request.pages)
+    assert 0 not in held
+    for page in range(1, pool.num_pages):
+        assert pool.references(page) == held[page]
+    assert len(held) + pool.num_free == pool.num_usable
+    assert pool.num_idle <= pool.num_free
+    for request in state.running.values():  # what is written next is of one table alone
+        for page in request.pages[request.computed // state.page_size :]:
+            assert held[page] == 1
+            assert not pool.is_kept(page)
+
+
+def check_rows(engine: Engine, request: schedule.Request, count: int) -> None:
+    """That the cache holds, of the first `count` positions, what one forward computes."""
+    if count == 0:
+        return
+    places = [slot_of(request.pages, x) for x in range(count)]
+    cold = tiny.cold_rows(tuple(request.tokens[:count]))
+    for leaf, rows in zip(tree_leaves(engine.executor.caches), cold, strict=False):
+        torch.testing.assert_close(leaf.flatten(0, 1)[places], rows, rtol=0, atol=1e-9)
+
+
 def storage(engine: Engine) -> list[int]:
-    return [leaf.data_ptr() for leaf in tree_leaves(engine.caches)]
+    return [leaf.data_ptr() for leaf in tree_leaves(engine.executor.caches)]
 
 
 def assert_initial(engine: Engine) -> None:
-    """All pages are free and hold NaN, but for the scratch row."""
+    """All pages can be handed out, and those without known contents hold NaN."""
     for state in engine.states:
         assert state.pool.num_free == state.pool.num_usable
-    for leaf in tree_leaves(engine.caches):
-        assert bool(leaf.flatten(0, 1)[1:].isnan().all())
+        if state.prefix is not None:
+            state.prefix.clear()
+        assert state.pool.num_idle == 0
+    engine.step()
+    for leaf in tree_leaves(engine.executor.caches):
+        assert bool(leaf.flatten(0, 1)[tiny.PAGE_SIZE :].isnan().all())
 
 
 @settings(max_examples=25)
 @given(trace=st.lists(requests(), min_size=1, max_size=5), budget=st.integers(1, 12))
 def test_a_step_writes_the_planned_slots_and_no_other(trace, budget):
-    engine = Engine(tiny.alone(), num_pages=9, page_size=tiny.PAGE_SIZE, token_budget=budget)
+    engine = Engine(
+        tiny.alone(),
+        num_pages=9,
+        page_size=tiny.PAGE_SIZE,
+        token_budget=budget,
+        prefix_cache=False,
+        text=tiny.text(),
+    )
     for request in trace:
         engine.add(*request)
     while engine.live:
@@ -149,7 +278,7 @@ def test_a_step_writes_the_planned_slots_and_no_other(trace, budget):
         used = {slot_of(r.pages, x) for r in state.running.values() for x in range(r.computed)}
         unused = [i for i in range(4, 36) if i not in used]
         before = []
-        for leaf in tree_leaves(engine.caches):
+        for leaf in tree_leaves(engine.executor.caches):
             leaf.flatten(0, 1)[unused] = 7.25
             before.append(leaf.flatten(0, 1).clone())
         with tiny.recorded_plans() as plans:
@@ -161,7 +290,7 @@ def test_a_step_writes_the_planned_slots_and_no_other(trace, budget):
             for i in range(work.num_tokens)
         ]
         assert len(set(planned)) == len(planned) == plan.num_tokens
-        for old, leaf in zip(before, tree_leaves(engine.caches), strict=True):
+        for old, leaf in zip(before, tree_leaves(engine.executor.caches), strict=True):
             new = leaf.flatten(0, 1)
             changed = {i for i in range(len(new)) if not torch.equal(new[i], old[i])}
             fresh = {i for i in planned if bool((old[i] == 7.25).all())}
@@ -175,67 +304,18 @@ def slot_of(pages: list[int], position: int) -> int:
     return pages[position // 4] * 4 + position % 4
 
 
-def mixed_trace() -> list[tuple[list[int], SamplingParams]]:
-    """Requests of all laws and many lengths."""
-    lengths = (1, 13, 4, 9, 17, 2, 8, 5)
-    return [
-        (
-            tiny.piece(11 * i, length),
-            dataclasses.replace(law, max_tokens=3 + i, ignore_eos=i % 2 == 0),
-        )
-        for (i, length), law in zip(enumerate(lengths), itertools.cycle(LAWS), strict=False)
-    ]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "one rank",
-        "tp2",
-        "dp2",
-        "dp2 tp2",
-        "tp2 sp",
-        "dp2 tp2 sp, head and MLP over both, embedding over dp",
-        "pcp2",
-        "dcp2 tp2",
-        "dcp2, runs of 2",
-    ],
-)
-def test_every_mesh_serves_the_same_tokens(name):
-    layout = LAYOUTS[name]
-    engine = Engine(
-        tiny.model(layout),
-        num_pages=10 if layout.mesh.size(layout.prefill["requests"]) == 1 else 8,
-        page_size=tiny.PAGE_SIZE,
-        token_budget=7,
-        max_running=4,
-        poison=True,
-    )
-    before = storage(engine)
-    wanted, ended, preempted = {}, {}, 0
-    with tiny.recorded_plans() as plans:
-        for request in mixed_trace():
-            wanted[engine.add(*request)] = tiny.expected(*request)
-            ended |= {done.id: done for done in engine.step()}
-        while engine.live:
-            ended |= {done.id: done for done in engine.step()}
-        preempted = sum(len(plan.preempted) for plan in plans)
-    assert {i: (done.tokens, done.finish_reason) for i, done in ended.items()} == wanted
-    assert preempted > 0
-    assert storage(engine) == before
-    engine.step()
-    assert_initial(engine)
-
-
 @pytest.mark.parametrize("page_size", [1, 2, 4])
-def test_preemption_after_every_token(page_size):
+@pytest.mark.parametrize("speculate", [0, 2])
+def test_preemption_after_every_token(page_size, speculate):
     """All requests start again after each step, so at every length, on and beside page edges."""
-    engine = Engine(tiny.alone(), num_pages=48, page_size=page_size, poison=True)
+    engine = Engine(
+        tiny.with_drafts(), num_pages=48, page_size=page_size, speculate=speculate, poison=True
+    )
     wanted = {}
     for prompt, sampling in [request for request in mixed_trace() if len(request[0]) < 6]:
         wanted[engine.add(prompt, sampling)] = tiny.expected(prompt, sampling)
     ended = {}
-    for _ in range(10):
+    for _ in range(12):
         ended |= {done.id: done for done in engine.step()}
         (state,) = engine.states
         if state.running:
@@ -243,22 +323,13 @@ def test_preemption_after_every_token(page_size):
     assert {i: (done.tokens, done.finish_reason) for i, done in ended.items()} == wanted
 
 
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    with Processes(2) as two:
-        yield two
-
-
-@pytest.mark.parametrize("name", ["tp2", "dp2"])
-def test_processes_serve_the_same_tokens(processes, name):
-    path = "tests.serving.tiny:served_by_processes"
-    prompts = [tiny.piece(11 * i, length) for i, length in enumerate((1, 13, 9, 6))]
-    seeded = SamplingParams(temperature=0.8, seed=5, max_tokens=9)
-    for sampling in (SamplingParams(max_tokens=12), seeded):
-        wanted = [tiny.expected(prompt, sampling) for prompt in prompts]
-        assert processes.call(path, name, prompts, sampling) == [wanted, wanted]
-    unseeded = SamplingParams(temperature=2.0, max_tokens=12, ignore_eos=True)
-    one, other = processes.call(path, name, prompts, unseeded)
-    assert one == other
-    again, _ = processes.call(path, name, prompts, unseeded)
-    assert again != one
+def mixed_trace() -> list[tuple[list[int], SamplingParams]]:
+    """Requests of all laws and many lengths."""
+    lengths = (1, 13, 4, 9, 17, 2, 8, 5, 11)
+    return [
+        (
+            tiny.piece(11 * i, length),
+            dataclasses.replace(law, max_tokens=4 + i, ignore_eos=i % 2 == 0),
+        )
+        for (i, length), law in zip(enumerate(lengths), itertools.cycle(LAWS), strict=False)
+    ]
