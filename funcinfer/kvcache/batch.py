@@ -21,8 +21,7 @@ import torch
 from funcinfer.kvcache.layout import local_len, local_slots, zigzag
 from funcinfer.layers.primitives import Segments
 from funcinfer.layers.primitives.segments import from_runs
-from funcinfer.sharding import P, Rules, axis_index, axis_size, both, drop, reshard
-from funcinfer.sharding.mesh import Axis
+from funcinfer.sharding import P, Rules, axis_index, axis_size, drop, reshard
 from funcinfer.tree import pytree, static
 
 Tables = tuple[torch.Tensor, torch.Tensor]
@@ -111,6 +110,12 @@ def prepare(batch: Batch, *, rules: Rules, rope: RopeTables, interleave: int = 1
     rows = reshard(batch.rows, P(tokens), P(q_tokens))
     attend = P(drop(q_tokens, dealt))
     seen = reshard(q_positions, P(q_tokens), attend) + 1
+    segments = local_segments(batch, rules=rules, interleave=interleave)
+    if segments is not None and segments.num_tokens != seen.shape[0]:
+        raise ValueError(
+            f"segments of {segments.num_tokens} tokens on this rank, which has {seen.shape[0]}:"
+            f" they must be those of the whole batch"
+        )
     return Step(
         tokens=batch.tokens,
         positions=batch.positions,
@@ -126,29 +131,23 @@ def prepare(batch: Batch, *, rules: Rules, rope: RopeTables, interleave: int = 1
         q_rope=rope(q_positions),
         page_size=batch.page_size,
         interleave=interleave,
-        segments=_local_segments(batch.segments, rows.shape[0], q_tokens, dealt, interleave),
+        segments=segments,
     )
 
 
-def _local_segments(
-    segments: Segments | None, count: int, q_tokens: Axis, dealt: Axis, interleave: int
-) -> Segments | None:
-    """The segments of this rank's `count` tokens of q_tokens, joined over `dealt`.
+def local_segments(batch: Batch, *, rules: Rules, interleave: int = 1) -> Segments | None:
+    """The segments of a rank's Step, if the Batch has any: those of its own tokens, with the
+    positions that lie in its part of the pages.
 
     Where pages are dealt, each token is a run of its own: of consecutive tokens only some see one
     more of this rank's positions.
     """
-    if segments is None:
+    if batch.segments is None:
         return None
-    axis, n, r = drop(q_tokens, dealt), axis_size(dealt), axis_index(dealt)
-    count *= axis_size(both(q_tokens, dealt))
-    if segments.num_tokens != count * axis_size(axis):
-        raise ValueError(
-            f"segments of {segments.num_tokens} tokens, but {axis_size(axis)} parts of {count}"
-            f" tokens: they must be those of the whole batch"
-        )
-    start = axis_index(axis) * count
-    segments = segments.cut(start, start + count)
+    dealt = rules["page_tokens"]
+    axis, n, r = drop(rules["q_tokens"], dealt), axis_size(dealt), axis_index(dealt)
+    count = batch.segments.num_tokens // axis_size(axis)
+    segments = batch.segments.cut(axis_index(axis) * count, (axis_index(axis) + 1) * count)
     if n == 1:
         return segments
     return segments.one_by_one(lambda seen: local_len(seen, n, interleave, r))

@@ -94,5 +94,5 @@ def test_messages():
         Segments((0,), (0,), (3,))
     batch = make_batch([[Rows([1, 2, 3], 0, [1])]], page_size=PAGE, segments=True)
     part = Batch(**{**vars(batch), "positions": batch.positions[:2], "rows": batch.rows[:2]})
-    with pytest.raises(ValueError, match="segments of 3 tokens, but 1 parts of 2"):
+    with pytest.raises(ValueError, match="segments of 3 tokens on this rank, which has 2"):
         prepare(part, rules=Rules.none(), rope=no_rope)

@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from funcinfer.layers.primitives import npu, reference
+from funcinfer.layers.primitives.npu_attention import host_lengths
 from funcinfer.layers.primitives.reference_attention import PagedCache
 from funcinfer.layers.primitives.reference_indexer import IndexCache
 from funcinfer.layers.primitives.reference_mla import LatentCache
@@ -30,6 +31,7 @@ __all__ = [
     "force_reference",
     "gate_sigmoid",
     "gate_softmax",
+    "host_lengths",
     "indexer_scores",
     "layer_norm",
     "lightning_indexer",

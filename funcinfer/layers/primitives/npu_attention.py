@@ -89,16 +89,24 @@ def empty_where(blind_T: Tensor, out_TNV: Tensor, lse_TN: Tensor) -> tuple[Tenso
     return out_TNV, lse_TN.masked_fill(blind_T[:, None], -torch.inf)
 
 
-def ragged_lengths(segments: Segments, device: torch.device) -> dict[str, Any]:
-    """The arguments of the op that say which tokens see what.
+def host_lengths(segments: Segments) -> dict[str, list[int]]:
+    """The arguments of the op that are numbers of the host, and so change in a captured graph.
 
     Lengths of queries are added up, those of keys in pages are not. A run that sees nothing has one
     key, so that no length is 0: its result is replaced.
     """
-    lengths = dict(
+    return dict(
         actual_seq_qlen=list(segments.ends),
         actual_seq_kvlen=[max(n, 1) for n in segments.kv_lens],
     )
+
+
+def ragged_lengths(segments: Segments, device: torch.device) -> dict[str, Any]:
+    """The arguments of the op that say which tokens see what.
+
+    Single tokens see all of their keys, runs of several are causal from the bottom right.
+    """
+    lengths: dict[str, Any] = dict(host_lengths(segments))
     if segments.longest == 1:
         return dict(lengths, sparse_mode=0)
     return dict(lengths, sparse_mode=3, atten_mask=causal_mask(device))
