@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from funcinfer.hf_config import read_config
+from funcinfer.layers import primitives as ops
 from funcinfer.plan.command import add_plan
 from funcinfer.serving.engine import Completion, Engine
 from funcinfer.serving.load import load
@@ -69,6 +70,16 @@ def _parser() -> argparse.ArgumentParser:
         "--seed", type=int, metavar="S", help="makes the draws of each prompt repeatable"
     )
     generate.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end before this text; may recur",
+    )
+    generate.add_argument(
+        "--speculate", type=int, default=0, metavar="K", help="most drafts to verify in a step (0)"
+    )
+    generate.add_argument(
         "--mesh", default="", metavar="tp=2,dp=2", help="sizes of mesh axes (one device)"
     )
     generate.add_argument(
@@ -92,6 +103,7 @@ def _generate(args: argparse.Namespace) -> int:
         top_k=args.top_k,
         top_p=args.top_p,
         seed=args.seed,
+        stop=args.stop,
     )
     mesh, device = Mesh.parse(args.mesh), _device(args.device)
     prompts = [args.prompt] if args.file is None else _read_prompts(args.file)
@@ -106,14 +118,14 @@ def _generate(args: argparse.Namespace) -> int:
         ranks=_ranks(device),
         progress=sys.stderr.isatty(),
     )
-    engine = Engine.sized_for(model, ids, sampling)
-    started = time.perf_counter()
-    completions = engine.generate(ids, sampling)
-    seconds = time.perf_counter() - started
-    if os.environ.get("RANK", "0") == "0":
-        _report(prompts, completions, text, args.json)
-        count = sum(len(c.tokens) for c in completions)
-        print(f"{count} tokens, {count / seconds:.1f} tokens per second", file=sys.stderr)
+    engine = Engine.sized_for(model, ids, sampling, speculate=args.speculate, text=text)
+    if engine.leads:
+        try:
+            _answer(engine, prompts, ids, sampling, as_json=args.json)
+        finally:
+            engine.close()
+    else:
+        engine.follow()
     if "RANK" in os.environ:
         from funcinfer.sharding import end_process
 
@@ -121,23 +133,41 @@ def _generate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _report(
-    prompts: Sequence[str], completions: Sequence[Completion], text: Text, as_json: bool
+def _answer(
+    engine: Engine,
+    prompts: Sequence[str],
+    ids: Sequence[list[int]],
+    sampling: SamplingParams,
+    *,
+    as_json: bool,
 ) -> None:
-    texts = [text.decode(_without_stop(c)) for c in completions]
+    """Print the answers, and on stderr how fast they came."""
+    completions, rate = _timed(engine, ids, sampling)
+    _report(prompts, completions, as_json)
+    count = sum(len(c.tokens) for c in completions)
+    print(f"{count} tokens, {rate:.1f} tokens per second", file=sys.stderr)
+
+
+def _timed(
+    engine: Engine, ids: Sequence[list[int]], sampling: SamplingParams
+) -> tuple[list[Completion], float]:
+    """The completions, and how many tokens came in a second."""
+    started = time.perf_counter()
+    completions = engine.generate(ids, sampling)
+    seconds = time.perf_counter() - started
+    return completions, sum(len(c.tokens) for c in completions) / seconds
+
+
+def _report(prompts: Sequence[str], completions: Sequence[Completion], as_json: bool) -> None:
     if as_json:
         rows = [
-            dict(prompt=p, text=t, tokens=c.tokens, finish_reason=c.finish_reason)
-            for p, t, c in zip(prompts, texts, completions, strict=True)
+            dict(prompt=p, text=c.text, tokens=c.tokens, finish_reason=c.finish_reason)
+            for p, c in zip(prompts, completions, strict=True)
         ]
         print(json.dumps(rows, ensure_ascii=False, indent=2))
         return
-    for prompt, answer in zip(prompts, texts, strict=True):
-        print(f"> {prompt}\n{answer}\n")
-
-
-def _without_stop(completion: Completion) -> list[int]:
-    return completion.tokens[:-1] if completion.finish_reason == "stop" else completion.tokens
+    for prompt, completion in zip(prompts, completions, strict=True):
+        print(f"> {prompt}\n{completion.text}\n")
 
 
 def _read_prompts(path: Path) -> list[str]:
@@ -165,7 +195,7 @@ def _dtype(name: str, config: Mapping[str, Any]) -> torch.dtype:
 def _device(name: str) -> torch.device:
     """The device, without an index where none is given: each process takes its own."""
     try:
-        device = torch.device(name)
+        device = ops.find_device(name)
         module = torch.get_device_module(device)
     except RuntimeError as error:
         raise ValueError(f"--device {name}: {str(error).splitlines()[0]}") from None

@@ -1,12 +1,13 @@
 """From a Hugging Face folder to a Model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from funcinfer.checkpoint import load_params, load_ranks
 from funcinfer.hf_config import read_config, read_generation_config
+from funcinfer.layers import primitives as ops
 from funcinfer.models import registry
 from funcinfer.serving.dry_run import dry_run
 from funcinfer.serving.model import Model
@@ -24,6 +25,7 @@ def load(
     rules: Rules | None = None,
     decode_rules: Rules | None = None,
     ranks: Callable[[Mesh], Ranks] = ThreadRanks,
+    fractal: Sequence[str] = (),
     progress: bool = False,
 ) -> Model:
     """The model of a Hugging Face folder: config.json, generation_config.json and safetensors;
@@ -33,10 +35,11 @@ def load(
     `rules` the axis names of `mesh` say which preset, and its mesh is taken; `decode_rules` are
     those of decode, where they differ from `rules`. `ranks` makes what runs the mesh: threads of
     this process, or `lambda mesh: ProcessRanks(mesh, init_process(mesh))`, and then only this
-    process's slices are read. `progress` shows a bar.
+    process's slices are read. `fractal` names leaves, as "wkv_a", whose matrices an NPU keeps in
+    its own layout; elsewhere they stay as they are. `progress` shows a bar.
 
     FileNotFoundError and ValueError naming the file, field, tensor or rule that is wrong, before a
-    tensor is made.
+    tensor is made. ImportError for device npu where torch_npu or CANN is missing.
 
     >>> import json, tempfile
     >>> from funcinfer.checkpoint import save_params
@@ -55,6 +58,7 @@ def load(
     >>> model.mesh, model.stop_ids, model.max_length
     (Mesh(tp=2), (2, 7), 64)
     """
+    device = ops.find_device(device)
     config = read_config(folder)
     family = registry.family_of(config)
     cfg = family.from_hf(config)
@@ -80,7 +84,7 @@ def load(
     return Model(
         cfg=cfg,
         fns=fns,
-        params=params,
+        params=ops.fractal_weights(params, fractal),
         mesh=mesh,
         rules=rules,
         ranks=runner,

@@ -19,6 +19,7 @@ from torch import Tensor
 from funcinfer.layers import primitives as ops
 from funcinfer.layers.primitives import npu, reference
 from funcinfer.layers.primitives.npu_device import choice
+from funcinfer.layers.primitives.npu_layout import to_fractal
 from funcinfer.layers.primitives.npu_limits import FORMS
 from funcinfer.layers.primitives.segments import Segments
 from funcinfer.tree import tree_leaves
@@ -218,7 +219,9 @@ def test_every_op_of_a_form_is_called_and_every_call_is_of_a_form():
 def test_every_op_is_called_by_a_case(recorder: Recorder):
     for make in CASES.values():
         run(make(Draw(torch.bfloat16)), npu)
-    assert set(recorder.calls) >= {form.op for forms in FORMS.values() for form in forms}
+    of_weights = {form.op for form in FORMS["fractal"]}
+    of_forms = {form.op for forms in FORMS.values() for form in forms}
+    assert set(recorder.calls) >= of_forms - of_weights
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
@@ -242,3 +245,21 @@ def test_the_dispatcher_refuses_what_the_schemas_do(op: str, args, kwargs, recor
     with pytest.raises((RuntimeError, TypeError), match=op):
         getattr(torch.ops.npu, op)(*args, **kwargs)
     assert recorder.calls == []
+
+
+# ---- weights
+
+
+def test_a_weight_in_the_fractal_layout(recorder: Recorder):
+    """The values and shape are those before."""
+    x = Draw(torch.bfloat16).normal(32, 16)
+    moved = x.to("npu") if INSTALLED else x
+    assert torch.equal(fetched(to_fractal(moved)), x)
+    assert recorder.calls == ["npu_format_cast"]
+    for bad, problem in (
+        (x[None], "dims 3 is not 2"),
+        (x[:5], "rows 5 is not a multiple of 16"),
+        (x.double(), "dtype float64"),
+    ):
+        with pytest.raises(ValueError, match=f"layers.0.wq: fractal: .*{problem}"):
+            to_fractal(bad, "layers.0.wq")

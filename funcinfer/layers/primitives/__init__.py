@@ -16,6 +16,7 @@ import torch
 
 from funcinfer.layers.primitives import npu, reference
 from funcinfer.layers.primitives.npu_attention import host_lengths
+from funcinfer.layers.primitives.npu_layout import fractal_weights
 from funcinfer.layers.primitives.reference_attention import PagedCache
 from funcinfer.layers.primitives.reference_indexer import IndexCache
 from funcinfer.layers.primitives.reference_mla import LatentCache
@@ -28,7 +29,9 @@ __all__ = [
     "PagedCache",
     "Segments",
     "expert_mlp",
+    "find_device",
     "force_reference",
+    "fractal_weights",
     "gate_sigmoid",
     "gate_softmax",
     "host_lengths",
@@ -101,6 +104,18 @@ def force_reference() -> AbstractContextManager[None]:
     tensor([[1., 1.]])
     """
     return use_backend(reference)
+
+
+def find_device(device: torch.device | str) -> torch.device:
+    """The device of a name. Device npu brings in torch_npu: ImportError that says what is missing,
+    it or CANN. RuntimeError for a name that torch doesn't know.
+
+    >>> find_device("cpu")
+    device(type='cpu')
+    """
+    if isinstance(device, str) and device.split(":")[0] == "npu":
+        npu.load_torch_npu()
+    return torch.device(device)
 
 
 def wants_segments(device: torch.device) -> bool:

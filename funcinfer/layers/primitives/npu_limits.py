@@ -253,6 +253,18 @@ FORMS: Mapping[str, tuple[Form, ...]] = MappingProxyType(
                 A2_A3,
             ),
         ),
+        "fractal": (
+            Form(
+                "cast",
+                "npu_format_cast",
+                (
+                    one_of("dims", 2),
+                    one_of("dtype", *HALVES),
+                    between("rows", 16, step=16),
+                    between("columns", 16, step=16),
+                ),
+            ),
+        ),
         "expert_mlp.combine": (
             Form(
                 "finalize",
