@@ -7,6 +7,7 @@ from typing import Any
 
 from funcinfer.plan.floor import seconds_of
 from funcinfer.plan.hardware import Hardware
+from funcinfer.plan.kernels import kernel_data, kernel_lines
 from funcinfer.plan.memory import Held
 from funcinfer.plan.planning import Phase, Plan
 from funcinfer.sharding import Axis, Rules, names
@@ -43,7 +44,7 @@ def text(plan: Plan) -> str:
     ]
     for phase in (plan.prefill, plan.decode):
         lines += [*_phase_lines(phase, plan), ""]
-    return "\n".join([*lines, *_figure_lines(setting.hardware)])
+    return "\n".join([*lines, *kernel_lines(plan), *_figure_lines(setting.hardware)])
 
 
 def data(plan: Plan) -> dict[str, Any]:
@@ -73,6 +74,7 @@ def data(plan: Plan) -> dict[str, Any]:
         },
         "prefill": phase_data(plan.prefill, plan),
         "decode": phase_data(plan.decode, plan),
+        "kernels": kernel_data(plan),
     }
 
 

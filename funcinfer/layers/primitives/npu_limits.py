@@ -277,7 +277,12 @@ FORMS: Mapping[str, tuple[Form, ...]] = MappingProxyType(
 )
 
 # What stands in where no form fits, other than the reference's own code.
-COMPOSED = MappingProxyType({"layer_norm": "torch.nn.functional.layer_norm in float32"})
+COMPOSED = MappingProxyType(
+    {
+        "layer_norm": "torch.nn.functional.layer_norm in float32",
+        "linear": "torch.nn.functional.linear",
+    }
+)
 
 
 @dataclass(frozen=True)
