@@ -204,6 +204,17 @@ def indexer(draw: Draw, *, lo: bool = False) -> Call:
     return Call("lightning_indexer", op, args, dict(topk=6))
 
 
+def scores(draw: Draw) -> Call:
+    call = indexer(draw, lo=True)
+    return Call("indexer_scores", None, call.args)
+
+
+def top(draw: Draw) -> Call:
+    scores_TS = draw.normal(5, 19, dtype=torch.float32).round(decimals=1)  # some are equal
+    scores_TS[1, 3:], scores_TS[2] = -torch.inf, -torch.inf
+    return Call("select_top", None, (scores_TS,), dict(topk=6))
+
+
 def experts(draw: Draw, *, wide_weights: bool = False, ids: str = "some") -> Call:
     T, K, E, F, D = 7, 3, 5, 12, 20
     chosen = torch.stack([torch.randperm(E + 2, generator=draw.generator)[:K] for _ in range(T)])
@@ -262,6 +273,8 @@ CASES: dict[str, Callable[[Draw], Call]] = {
     "selected, lse": partial(selected, with_lse=True),
     "indexer": indexer,
     "indexer, lo": partial(indexer, lo=True),
+    "scores": scores,
+    "top": top,
     "experts": experts,
     "experts, wide weights": partial(experts, wide_weights=True),
     "experts, no choice": partial(experts, ids="none"),
