@@ -1,7 +1,6 @@
 """How emulators are registered, and how they refuse what the documentation refuses."""
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,11 +15,8 @@ class Unsupported(Exception):
     """The hardware or its documentation refuses this, or no emulator knows it."""
 
 
-class _Lifted(threading.local):
+class _Lifted:
     dtypes = False
-
-
-_lifted = _Lifted()
 
 
 def emulator(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,17 +39,17 @@ def dtypes(name: str, allowed: tuple[torch.dtype, ...], *tensors: torch.Tensor |
     """Require one dtype of all tensors, among those that the op takes."""
     found = {x.dtype for x in tensors if x is not None}
     require(len(found) == 1, f"{name}: one dtype for all, not {found}")
-    require(_lifted.dtypes or found <= set(allowed), f"{name}: dtype {found}, not {allowed}")
+    require(_Lifted.dtypes or found <= set(allowed), f"{name}: dtype {found}, not {allowed}")
 
 
 @contextlib.contextmanager
 def any_dtype() -> Iterator[None]:
     """Let the ops that take half precision alone take float32: the arithmetic without rounding."""
-    _lifted.dtypes = True
+    _Lifted.dtypes = True
     try:
         yield
     finally:
-        _lifted.dtypes = False
+        _Lifted.dtypes = False
 
 
 def dense(name: str, *tensors: torch.Tensor | None) -> None:
