@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="TEXT",
-        help="end before this text; may recur",
+        help="end before it; may recur",
     )
     generate.add_argument(
         "--speculate", type=int, default=0, metavar="K", help="most drafts to verify in a step (0)"

@@ -211,14 +211,28 @@ class Model:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | None = None
     ) -> list[list[int]]:
-        """The generated ids of each prompt of ids, served together by an Engine of fitting size.
+        """The generated ids of each prompt of ids, served together by an Engine of fitting size; n
+        lists for each prompt.
 
+        Where ranks are processes, all of them call it, and the prompts of the first one count.
         ValueError for a prompt that `Engine.add` refuses.
         """
         from funcinfer.serving.engine import Engine
 
         engine = Engine.sized_for(self, prompts, sampling)
-        return [completion.tokens for completion in engine.generate(prompts, sampling)]
+        found: list[list[int]] | None = None
+        if engine.leads:
+            try:
+                found = [done.tokens for done in engine.generate(prompts, sampling)]
+            finally:
+                engine.close()
+                self.runner.broadcast(found)
+            return found
+        engine.follow()
+        found = self.runner.broadcast(None)
+        if found is None:
+            raise ValueError("the first process has failed: it says why")
+        return found
 
     @cached_property
     def _some_weight(self) -> torch.Tensor:
