@@ -223,11 +223,11 @@ class Model:
         found: list[list[int]] | None = None
         if engine.leads:
             try:
-                found = [done.tokens for done in engine.generate(prompts, sampling)]
+                tokens = found = [done.tokens for done in engine.generate(prompts, sampling)]
             finally:
                 engine.close()
                 self.runner.broadcast(found)
-            return found
+            return tokens
         engine.follow()
         found = self.runner.broadcast(None)
         if found is None:
