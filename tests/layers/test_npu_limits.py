@@ -1,6 +1,8 @@
 """Which op the rule chooses, and what the table says where it doesn't fit."""
 
+import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -188,3 +190,20 @@ def test_a_broken_dependency_of_torch_npu_is_not_hidden(monkeypatch):
     monkeypatch.setattr(npu.importlib, "import_module", fail)
     with pytest.raises(ModuleNotFoundError, match="yaml"):
         ops.find_device("npu")
+
+
+# ---- the documentation
+
+
+def test_the_documentation_names_each_primitive_with_its_ops():
+    text = (Path(__file__).parents[2] / "docs" / "ascend.md").read_text("utf-8")
+    rows = [line.split("|")[1:3] for line in text.splitlines() if line.startswith("| ")]
+    said: dict[str, str] = {}
+    for names, op in rows:
+        for name in re.findall(r"`(\w+(?:\.\w+)?)`", names) or list(said)[-1:]:
+            said[name] = said.get(name, "") + op
+    for primitive, forms in FORMS.items():
+        for form in forms:
+            assert form.op in said[primitive], f"{primitive}: {form.op}"
+        if not forms:
+            assert "composed" in said[primitive], primitive
