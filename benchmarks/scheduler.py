@@ -3,14 +3,15 @@
     python benchmarks/scheduler.py [--running 64,256,1024] [--steps 200] [--repeats 5]
 
 No model: every row is answered at once. Processor time, so other work on the machine counts little.
-Columns are the least of `--repeats` rounds of `--steps`
-decode steps: `plain`; `prefix` with the prefix cache, all blocks different; `ahead` with rows
-planned before the tokens of the step before are known; `drafts`, three of them proposed for every
-row, and all accepted or all rejected; in brackets the tokens per row. The lines vary what must not
-matter: the context of each request, and the requests that wait. `objects` is by how much the
-number of objects that the garbage collector tracks has grown over the rounds of a column: at most
-one for each page filled, with the prefix cache. `loop` is the time of an empty pass of a `for` loop
-in nanoseconds, before the line: how fast the machine is just then.
+Columns are the least of `--repeats` rounds of `--steps` decode steps: `plain`; `prefix` with the
+prefix cache, all blocks different; `ahead` with rows planned before the tokens of the step before
+are known; `drafts`, three of them proposed for every row, and all accepted or all rejected; `stop
+texts`: each token also goes to a detokeniser that looks for two stop texts, where the tokenizer is
+most of the cost. In brackets the tokens per row. The lines vary what must not matter: the context
+of each request, and the requests that wait. `objects` is by how much the number of objects that the
+garbage collector tracks has grown over the rounds of a column: at most one for each page filled,
+with the prefix cache. `loop` is the time of an empty pass of a `for` loop in nanoseconds, before
+the line: how fast the machine is just then.
 """
 
 import argparse
@@ -19,10 +20,14 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from tokenizers import Tokenizer, decoders, models
+
 from funcinfer.kvcache.allocator import PagePool
 from funcinfer.kvcache.layout import pages_needed
 from funcinfer.kvcache.prefix import PrefixCache
+from funcinfer.serving.detokenise import TextStream
 from funcinfer.serving.schedule import ScheduleState, add, commit, propose, schedule
+from funcinfer.serving.text import Text
 
 PAGE_SIZE = 16
 NUM_DRAFTS = 3
@@ -140,12 +145,33 @@ def drafted(state: ScheduleState, running: int, wrong: int) -> int:
     return plan.num_tokens
 
 
+class StopTexts:
+    """Plain steps whose tokens become text, in which two texts are looked for."""
+
+    def __init__(self) -> None:
+        self.state: ScheduleState | None = None
+        tokenizer = Tokenizer(models.WordLevel({"?": 0, "so ": TOKEN}, unk_token="?"))
+        tokenizer.decoder = decoders.Fuse()
+        self.text = Text(tokenizer)
+
+    def __call__(self, state: ScheduleState, running: int) -> int:
+        if self.state is not state:
+            self.state = state
+            self.streams = {i: TextStream(self.text, ("\n\n", "so so on")) for i in state.running}
+        plan = schedule(state, running, running)
+        for work in plan.works:
+            commit(state, work, (TOKEN,))
+            self.streams[work.request_id].push(TOKEN)
+        return plan.num_tokens
+
+
 FEATURES: dict[str, Callable[[ScheduleState, int], int]] = {
     "plain": plain,
     "prefix": lambda state, running: plain(state, running),
     "ahead": Ahead(),
     "drafts accepted": lambda state, running: drafted(state, running, wrong=0),
     "drafts rejected": lambda state, running: drafted(state, running, wrong=1),
+    "stop texts": StopTexts(),
 }
 
 

@@ -13,7 +13,7 @@ from funcinfer.kvcache.prefix import common_hit
 from funcinfer.serving.request import NEVER, Request, ScheduleState, Work
 
 # A named tuple of all its fields, in half the time that its own constructor takes.
-_new_work: Callable[[tuple[Any, ...]], Work] = partial(tuple.__new__, Work)
+new_work: Callable[[tuple[Any, ...]], Work] = partial(tuple.__new__, Work)
 
 
 @dataclass(slots=True, eq=False)
@@ -36,20 +36,19 @@ def plan_row(step: Step, request: Request, behind: int) -> None:
 
     behind: running requests that are still to get a token of the budget, before drafts do.
     """
-    start, left = request.computed, step.left
+    start, left, pages, history = request.computed, step.left, request.pages, request.tokens
     late = request.in_flight > 0
     if late:
         total = start + 1
         if request.in_flight > step.ahead or total >= request.max_total or not request.can_be_late:
             return
     else:
-        total = len(request.tokens)
+        total = len(history)
     count = total - start
     if count > 1 and step.chunk is not None:
         count = min(count, max(step.chunk(start), 1))
     if count > left:
         count = left
-    pages = request.pages
     room = len(pages) * step.page_size - start - count
     if room < 0:
         room += _take_pages(step, request, -room)
@@ -79,9 +78,9 @@ def plan_row(step: Step, request: Request, behind: int) -> None:
     step.left = left - count
     if not num_drafts:
         drafts = ()
-    epoch, history = request.epoch, request.tokens
+    epoch = request.epoch
     row = (request.id, start, count, wants_logits, epoch, history, pages, num_drafts, drafts, late)
-    step.works.append(_new_work(row))
+    step.works.append(new_work(row))
 
 
 def _take_pages(step: Step, request: Request, lacking: int) -> int:
