@@ -22,7 +22,7 @@ PACKAGE = ROOT / "funcinfer"
 ROOMS = (
     ("funcinfer.tree", "funcinfer.spec"),
     ("funcinfer.sharding",),
-    ("funcinfer.checkpoint", "funcinfer.hf_config"),
+    ("funcinfer.checkpoint", "funcinfer.hf_config", "funcinfer.default"),
     ("funcinfer.layers.primitives",),
     ("funcinfer.kvcache",),
     ("funcinfer.layers",),

@@ -453,7 +453,7 @@ def test_the_command_writes_a_folder(
     for name, value in (SMALL | {"vocab_size": 300}).items():
         monkeypatch.setitem(model.CONFIG, name, value)
     monkeypatch.setattr(command, "MODEL", dataclasses.replace(command.MODEL, length=24, every=2))
-    monkeypatch.setattr(command, "DRAFT", dataclasses.replace(command.DRAFT, batch=2))
+    monkeypatch.setattr(command, "DRAFT", dataclasses.replace(command.DRAFT, batch=2, length=40))
     out, arguments = tmp_path / "out", ["--text", str(text), "--device", "cpu"]
     arguments += [
         "--work",

@@ -29,7 +29,8 @@ from funcinfer.tree import tree_leaves
 MODEL = Settings(
     steps=2200, batch=32, length=512, lr=3e-3, weight_decay=0.3, dropout=0.2, warmup=100
 )
-DRAFT = Settings(steps=2500, batch=128, length=0, lr=2e-3, weight_decay=0.1, warmup=50)
+DRAFT = Settings(steps=2500, batch=128, length=224, lr=2e-3, weight_decay=0.1, warmup=50)
+PROMPT = 32  # tokens of the text with which a sample of stage 2 begins
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -140,16 +141,17 @@ def _samples(
     """The model's own sequences [B, T], at temperatures from 0 to 1, from prompts of the text."""
     if path.is_file():
         return torch.load(path, map_location=ids.device, weights_only=True)
-    prompt, new = 32, 192
     draws = torch.Generator().manual_seed(settings.seed + 1)
     params, made = cast(model.params, settings.dtype), []
     for i in range(0, count, 4096):
         part = min(4096, count - i)
-        begins = random_windows(ids.cpu(), part, prompt, draws).to(ids.device)
+        begins = random_windows(ids.cpu(), part, PROMPT, draws).to(ids.device)
         temperatures = torch.linspace(0, 1, part, device=ids.device)
         with use_backend(BACKEND):
             decoder = deepseek_v3.decoder(cfg)
-            made.append(continued(decoder, params, begins, new, temperatures, seed=i))
+            made.append(
+                continued(decoder, params, begins, settings.length - PROMPT, temperatures, seed=i)
+            )
     shuffled = torch.randperm(count, generator=draws).to(ids.device)
     own = torch.cat(made)[shuffled]
     torch.save(own, path)
