@@ -245,25 +245,3 @@ def npu_moe_finalize_routing(
             part = part + bias[export_for_source_row[:, k].long()].float()
         out = out + (part if scales is None else scales[:, k, None].float() * part)
     return out.to(rows.dtype)
-
-
-@emulator
-def npu_moe_token_permute(
-    tokens: Tensor, indices: Tensor, num_out_tokens: int | None
-) -> tuple[Tensor, Tensor]:
-    """(rows sorted by expert, where each row went)."""
-    K = 1 if indices.ndim == 1 else indices.shape[1]
-    order = indices.flatten().sort(stable=True).indices
-    rows = tokens[(order // K)[: num_out_tokens or None]]
-    return rows, order.argsort().int()
-
-
-@emulator
-def npu_moe_token_unpermute(
-    permuted_tokens: Tensor, sorted_indices: Tensor, probs: Tensor | None
-) -> Tensor:
-    K = 1 if probs is None else probs.shape[1]
-    rows = permuted_tokens[sorted_indices.long()].float().unflatten(0, (-1, K))
-    if probs is not None:
-        rows = rows * probs.float()[..., None]
-    return rows.sum(1).to(permuted_tokens.dtype)
