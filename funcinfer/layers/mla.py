@@ -68,7 +68,7 @@ class MLAConfig:
     q_lora: int | None = None
     bias: bool = False
     eps: float = 1e-6
-    rotate: Rotate = ops.rotate_interleaved
+    rotate: Rotate = ops.rotate_deinterleaved
 
     def __post_init__(self) -> None:
         for name in ("embed_dim", "num_heads", "kv_lora", "nope_dim", "v_dim"):
@@ -274,9 +274,17 @@ def shared_sparse_mla(
 def _write(
     p: Params, x_TD: torch.Tensor, cache: LatentKV, step: Step, *, rules: Rules, cfg: MLAConfig
 ) -> LatentKV:
-    """The cache with this step's latents. They travel, and not x, which is wider."""
+    """The cache with this step's latents. They travel, and not x, which is wider; where they stay
+    where they are, one op does all of it.
+    """
     tokens, C = rules["tokens"], cfg.kv_lora
     kv_TW = _project(p, x_TD, "kv_a")
+    in_place = rules["residual_tokens"] == tokens == rules["requests"]
+    if in_place and cfg.rotate is ops.rotate_deinterleaved:
+        weight, pages, slots = p["kv_a_norm"], (cache.ckv, cache.kpe), step.slots
+        return LatentKV(
+            *ops.norm_rotate_write(kv_TW, weight, *step.k_rope, *pages, slots, eps=cfg.eps)
+        )
     ckv_TC = ops.rms_norm(kv_TW[:, :C], p["kv_a_norm"], eps=cfg.eps)
     kv_TW = torch.cat([ckv_TC, kv_TW[:, C:]], -1)
     kv_TW = reshard(kv_TW, P(rules["residual_tokens"], None), P(tokens, None))

@@ -7,7 +7,7 @@ The rule that stretches f to longer contexts is one of: none (Su et al. 2021), l
 is 1 but for YaRN and LongRoPE. A table depends on the facts and, for dynamic NTK and LongRoPE, on
 one context length that is fixed for a whole run, never on the positions of a step: so a request's
 numbers depend on neither its neighbours nor its chunks. The rotations are primitives
-(`rotate_half_split`, `rotate_interleaved`).
+(`rotate_half_split`, `rotate_interleaved`, `rotate_deinterleaved`).
 
 Legend: T tokens, C rotated pairs, d = 2 C the rotary dim.
 """

@@ -142,7 +142,7 @@ def read_config(fields: HFConfig, config: Mapping[str, Any], **differences: Any)
         scale=(nope + rotary) ** -0.5 * softmax_mscale(rope),
         q_lora=fields.take("q_lora_rank", kind=int | None),
         bias=fields.take("attention_bias", False, kind=bool),
-        rotate=ops.rotate_interleaved if interleaved else ops.rotate_half_split,
+        rotate=ops.rotate_deinterleaved if interleaved else ops.rotate_half_split,
     )
     return Config(
         vocab_size=fields.take("vocab_size", kind=int),

@@ -110,6 +110,8 @@ ELEMENTWISE = (
     "swiglu_oai",
     "rotate_half_split",
     "rotate_interleaved",
+    "rotate_deinterleaved",
+    "norm_rotate_write",
     "merge_lse",
     "select_top",
     "write_rows",

@@ -175,6 +175,39 @@ def test_rotations_differ_by_a_permutation():
     )
 
 
+@pytest.mark.parametrize("head_dim", [6, 9])
+def test_the_deinterleaved_rotation_is_the_loop_in_another_order(head_dim: int):
+    x, order = draw(5, 3, head_dim), [0, 2, 4, 1, 3, 5, *range(6, head_dim)]
+    turned = [
+        [slow.rotate(head, angles, slow.interleaved_pairs(6)) for head in heads]
+        for heads, angles in zip(x.tolist(), ANGLES.tolist(), strict=True)
+    ]
+    want = [[[head[i] for i in order] for head in heads] for heads in turned]
+    assert_equal_floats(ops.rotate_deinterleaved(x, ANGLES.cos(), ANGLES.sin()), want)
+    one = ops.rotate_deinterleaved(x[:, 1], ANGLES.cos(), ANGLES.sin())
+    assert_equal_floats(one, [heads[1] for heads in want])
+
+
+def test_latents_are_normed_rotated_and_written():
+    kv, w, slots = draw(3, 5 + 4), draw(5, seed=1), [3, 0, 5]
+    angles = ANGLES[:3, :2]
+    ckv, kpe = draw(3, 2, 5, seed=2), draw(3, 2, 4, seed=3)
+    want_ckv, want_kpe = ckv.flatten(0, 1).tolist(), kpe.flatten(0, 1).tolist()
+    for row, angle, slot in zip(kv.tolist(), angles.tolist(), slots, strict=True):
+        unit = slow.rms(row[:5], EPS)
+        want_ckv[slot] = [x * y for x, y in zip(unit, w.tolist(), strict=True)]
+        turned = slow.rotate(row[5:], angle, slow.interleaved_pairs(4))
+        want_kpe[slot] = [turned[i] for i in (0, 2, 1, 3)]
+    want_ckv[0], want_kpe[0] = [0.0] * 5, [0.0] * 4
+    tables, pages = (angles.cos(), angles.sin()), (ckv, kpe)
+    found = ops.norm_rotate_write(kv, w, *tables, *pages, torch.tensor(slots), eps=EPS)
+    assert (found[0] is ckv, found[1] is kpe) == (True, True)
+    assert_equal_floats(ckv.flatten(0, 1), want_ckv)
+    assert_equal_floats(kpe.flatten(0, 1), want_kpe)
+    with pytest.raises(ValueError, match=r"norm_rotate_write: kv \(3, 9\), weight \(4,\)"):
+        ops.norm_rotate_write(kv, w[:4], *tables, *pages, torch.tensor(slots), eps=EPS)
+
+
 def test_rotations_happen_in_the_input_dtype():
     x, cos, sin = draw(5, 3, 6, dtype=torch.bfloat16), ANGLES.cos().float(), ANGLES.sin().float()
     a, b = x[..., :3], x[..., 3:]
@@ -202,6 +235,7 @@ def calls(dtype: torch.dtype) -> dict[str, tuple]:
         "swiglu_oai": (lambda g, u: ops.swiglu_oai(g, u, limit=1.0), (x, y)),
         "rotate_half_split": (ops.rotate_half_split, (x, cos, sin)),
         "rotate_interleaved": (ops.rotate_interleaved, (x, cos, sin)),
+        "rotate_deinterleaved": (ops.rotate_deinterleaved, (x, cos, sin)),
     }
 
 

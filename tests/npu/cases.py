@@ -71,6 +71,12 @@ def rotated(draw: Draw, *, primitive: str, width: int, heads: int | None) -> Cal
     return Call(primitive, "npu_rotary_mul", (x, *draw.rotary(5, 8)))
 
 
+def pairs_of_64(draw: Draw, *, heads: int | None) -> Call:
+    x = draw.normal(5, heads, 80)[..., 8:] if heads else draw.normal(5, 80)[..., 8:]
+    op = "npu_interleave_rope"
+    return Call("rotate_deinterleaved", op, (x, *draw.rotary(5, 32)))
+
+
 def linear(draw: Draw) -> Call:
     return Call("linear", None, (draw.normal(5, 24), draw.normal(3, 2, 24, scale=0.2)))
 
@@ -89,6 +95,24 @@ def write_kv(draw: Draw, *, heads: int | None) -> Call:
     new = [draw.normal(5, *inner, width) for width in (24, 8)]
     slots = torch.tensor([PAGE, 3 * PAGE + 5, 0, 2 * PAGE - 1, 0], dtype=torch.int32)
     return Call("write_kv", "npu_scatter_pa_kv_cache", (*pages, *new, slots))
+
+
+def latent_rows(draw: Draw, *, pages: int = 4) -> Call:
+    T = 21
+    slots = torch.arange(PAGE, PAGE + T, dtype=torch.int32)
+    slots[[3, 8]] = 0
+    caches = [torch.zeros(pages, PAGE, width, dtype=draw.dtype) for width in (512, 64)]
+    tables = draw.rotary(T, 32)
+    args = (draw.normal(T, 576), draw.normal(512), *tables, *caches, slots)
+    return Call("norm_rotate_write", "npu_kv_rmsnorm_rope_cache", args, dict(eps=1e-5))
+
+
+def narrow_latent_rows(draw: Draw) -> Call:
+    """Widths that the op doesn't take, which its parts do."""
+    caches = [torch.zeros(4, PAGE, width, dtype=draw.dtype) for width in (48, 16)]
+    slots = torch.tensor([PAGE, 3 * PAGE + 5, 0], dtype=torch.int32)
+    args = (draw.normal(3, 64), draw.normal(48), *draw.rotary(3, 8), *caches, slots)
+    return Call("norm_rotate_write", "npu_scatter_pa_kv_cache", args, dict(eps=1e-5))
 
 
 def write_rows(draw: Draw) -> Call:
@@ -248,6 +272,11 @@ CASES: dict[str, Callable[[Draw], Call]] = {
     "half, no heads": partial(rotated, primitive="rotate_half_split", width=16, heads=None),
     "interleaved": partial(rotated, primitive="rotate_interleaved", width=16, heads=3),
     "interleaved, partial": partial(rotated, primitive="rotate_interleaved", width=20, heads=None),
+    "deinterleaved": partial(rotated, primitive="rotate_deinterleaved", width=16, heads=3),
+    "deinterleaved, 64": partial(pairs_of_64, heads=3),
+    "deinterleaved, no heads": partial(pairs_of_64, heads=None),
+    "latent rows": latent_rows,
+    "latent rows, narrow": narrow_latent_rows,
     "merge_lse": merge,
     "gate_softmax": partial(gate, primitive="gate_softmax"),
     "gate_softmax, groups": partial(gate, primitive="gate_softmax", groups=4, keep=2),
@@ -280,4 +309,10 @@ CASES: dict[str, Callable[[Draw], Call]] = {
     "experts, no choice": partial(experts, ids="none"),
 }
 # These ops have no float32.
-HALF_ONLY = {FIA, "npu_sparse_flash_attention", "npu_lightning_indexer"}
+HALF_ONLY = {
+    FIA,
+    "npu_sparse_flash_attention",
+    "npu_lightning_indexer",
+    "npu_interleave_rope",
+    "npu_kv_rmsnorm_rope_cache",
+}

@@ -68,16 +68,24 @@ def recording() -> Iterator[Recorder]:
 
 def placed(call: Call) -> Call:
     """The call on the simulated device, where there is one."""
-    if not INSTALLED:
-        return call
+    return over_tensors(lambda x: x.to("npu"), call) if INSTALLED else call
 
-    def move(x: Any) -> Any:
+
+def cast(call: Call, dtype: torch.dtype) -> Call:
+    """The call with its numbers, but for whole ones, in another dtype."""
+    return over_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, call)
+
+
+def over_tensors(f: Callable[[Tensor], Tensor], call: Call) -> Call:
+    """The call with `f(tensor)` for each tensor of its arguments."""
+
+    def change(x: Any) -> Any:
         if isinstance(x, SimpleNamespace):
-            return SimpleNamespace(**{k: move(v) for k, v in vars(x).items()})
-        return x.to("npu") if isinstance(x, Tensor) else x
+            return SimpleNamespace(**{k: change(v) for k, v in vars(x).items()})
+        return f(x) if isinstance(x, Tensor) else x
 
-    settings = {k: move(v) for k, v in call.settings.items()}
-    return replace(call, args=tuple(map(move, call.args)), settings=settings)
+    settings = {k: change(v) for k, v in call.settings.items()}
+    return replace(call, args=tuple(map(change, call.args)), settings=settings)
 
 
 def fetched(result: Any) -> Any:

@@ -40,12 +40,14 @@ __all__ = [
     "lightning_indexer",
     "linear",
     "merge_lse",
+    "norm_rotate_write",
     "paged_attention",
     "paged_mla_attention",
     "rms",
     "rms_norm",
     "rms_norm_fp32_weight",
     "rms_norm_one_plus",
+    "rotate_deinterleaved",
     "rotate_half_split",
     "rotate_interleaved",
     "select_top",
@@ -167,6 +169,8 @@ swiglu_clamped = _op(reference.swiglu_clamped)
 swiglu_oai = _op(reference.swiglu_oai)
 rotate_half_split = _op(reference.rotate_half_split)
 rotate_interleaved = _op(reference.rotate_interleaved)
+rotate_deinterleaved = _op(reference.rotate_deinterleaved)
+norm_rotate_write = _op(reference.norm_rotate_write)
 paged_attention = _op(reference.paged_attention)
 merge_lse = _op(reference.merge_lse)
 paged_mla_attention = _op(reference.paged_mla_attention)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from funcinfer.layers.primitives import reference
 from funcinfer.layers.primitives.npu_attention import merge_lse, paged_attention
-from funcinfer.layers.primitives.npu_cache import write_kv, write_rows
+from funcinfer.layers.primitives.npu_cache import write_kv, write_latents, write_rows
 from funcinfer.layers.primitives.npu_device import choice
 from funcinfer.layers.primitives.npu_mla import (
     lightning_indexer,
@@ -30,8 +30,10 @@ from funcinfer.layers.primitives.npu_mla import (
 from funcinfer.layers.primitives.npu_moe import expert_mlp, gate_sigmoid, gate_softmax
 from funcinfer.layers.primitives.reference import (
     check_gate,
+    check_latent_rows,
     check_norm,
     check_tables,
+    deinterleaved,
     indexer_scores,
     linear,
     select_top,
@@ -47,12 +49,14 @@ __all__ = [
     "linear",
     "load_torch_npu",
     "merge_lse",
+    "norm_rotate_write",
     "paged_attention",
     "paged_mla_attention",
     "rms",
     "rms_norm",
     "rms_norm_fp32_weight",
     "rms_norm_one_plus",
+    "rotate_deinterleaved",
     "rotate_half_split",
     "rotate_interleaved",
     "select_top",
@@ -164,6 +168,45 @@ def rotate_interleaved(x: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
         return reference.rotate_interleaved(x, cos_TC, sin_TC)
     tables = (t.repeat_interleave(2, -1) for t in (cos_TC, sin_TC))
     return _rotate(x, *tables, mode="interleave")
+
+
+def rotate_deinterleaved(x: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
+    """As `reference.rotate_deinterleaved`; npu_interleave_rope takes [T, N, 1, 64]."""
+    check_tables("rotate_deinterleaved", x, cos_TC, sin_TC)
+    form = choice("rotate_deinterleaved", x, cos_TC, sin_TC).name
+    if form == "composed":
+        return reference.rotate_deinterleaved(x, cos_TC, sin_TC)
+    tables = (torch.cat([t, t], -1) for t in (cos_TC, sin_TC))
+    if form == "half":
+        return _rotate(deinterleaved(x, cos_TC.shape[-1]), *tables, mode="half")
+    cos, sin = (t.to(x.dtype)[:, None, None] for t in tables)
+    x_TN1H = x[:, :, None] if x.ndim == 3 else x[:, None, None]
+    rotary = cos.shape[-1]
+    turned = torch.ops.npu.npu_interleave_rope(x_TN1H[..., :rotary].contiguous(), cos, sin)
+    rest = x_TN1H[..., rotary:]
+    return (torch.cat([turned, rest], -1) if rest.shape[-1] else turned).view(x.shape)
+
+
+def norm_rotate_write(
+    kv_TW: Tensor,
+    weight_C: Tensor,
+    cos_TC: Tensor,
+    sin_TC: Tensor,
+    ckv_pages: Tensor,
+    kpe_pages: Tensor,
+    slots_T: Tensor,
+    *,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """As `reference.norm_rotate_write`; without its op, by the ops of its parts."""
+    check_latent_rows(kv_TW, weight_C, ckv_pages, kpe_pages)
+    args = (kv_TW, weight_C, cos_TC, sin_TC, ckv_pages, kpe_pages, slots_T)
+    if choice("norm_rotate_write", *args, eps=eps).form is not None:
+        return write_latents(*args, eps)
+    kv_TC, kpe_TE = kv_TW.split([len(weight_C), kv_TW.shape[1] - len(weight_C)], 1)
+    ckv_TC = rms_norm(kv_TC, weight_C, eps=eps)
+    kpe_TE = rotate_deinterleaved(kpe_TE, cos_TC, sin_TC)
+    return write_kv(ckv_pages, kpe_pages, ckv_TC, kpe_TE, slots_T)
 
 
 def halves(gate: Tensor, up: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""Writes of caches by torch_npu: npu_scatter_pa_kv_cache of two at a time, npu_scatter_nd_update_.
+"""Writes of caches by torch_npu: npu_scatter_pa_kv_cache of two at a time, npu_scatter_nd_update_,
+and npu_kv_rmsnorm_rope_cache, which norms and rotates latents before.
 
 The reference casts new rows to the pages' dtype and empties the scratch row; so do these. Several
 tokens may go to the scratch row, whose content the ops then leave open.
@@ -40,3 +41,35 @@ def write_kv(
     for x in pages:
         x[0, 0].zero_()
     return k_pages, v_pages
+
+
+def write_latents(
+    kv_TW: Tensor,
+    weight_C: Tensor,
+    cos_TC: Tensor,
+    sin_TC: Tensor,
+    ckv_pages: Tensor,
+    kpe_pages: Tensor,
+    slots_T: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """The fused form of `norm_rotate_write`, as one sequence of T tokens.
+
+    The op calls the cache of rotated keys `k_cache` and that of latents `ckv_cache`. Slots that
+    repeat are undefined, and those below 0 left out: tokens of the scratch row get -1.
+    """
+    cos, sin = (torch.cat([t, t], -1).to(kv_TW.dtype)[None, None] for t in (cos_TC, sin_TC))
+    torch.ops.npu.npu_kv_rmsnorm_rope_cache(
+        kv_TW.contiguous()[None, None],
+        weight_C,
+        cos,
+        sin,
+        torch.where(slots_T == 0, -1, slots_T).long(),
+        kpe_pages[:, :, None],
+        ckv_pages[:, :, None],
+        epsilon=eps,
+        cache_mode="PA",
+    )
+    for pages in (ckv_pages, kpe_pages):
+        pages[0, 0].zero_()
+    return ckv_pages, kpe_pages

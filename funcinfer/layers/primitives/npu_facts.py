@@ -47,6 +47,30 @@ def rotate(x: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Facts:
     return dict(tokens=x.shape[0], dtype=dtype_of(x), heads=heads, rotary_dim=2 * cos_TC.shape[-1])
 
 
+def norm_rotate_write(
+    kv_TW: Tensor,
+    weight_C: Tensor,
+    cos_TC: Tensor,
+    sin_TC: Tensor,
+    ckv_pages: Tensor,
+    kpe_pages: Tensor,
+    slots_T: Tensor,
+    *,
+    eps: float,
+) -> Facts:
+    """Facts about `norm_rotate_write`; the op wants as many pages as consecutive tokens fill."""
+    (pages, page, C), E = ckv_pages.shape, kpe_pages.shape[2]
+    return dict(
+        tokens=kv_TW.shape[0],
+        dtype=dtype_of(kv_TW),
+        same_dtype=_same(kv_TW, weight_C, ckv_pages, kpe_pages),
+        latent=C,
+        rope_dim=E,
+        rotary_dim=2 * cos_TC.shape[-1],
+        spare_pages=pages - -(-kv_TW.shape[0] // page),
+    )
+
+
 def write_rows(pages: Tensor, new: Tensor, slots_T: Tensor) -> Facts:
     """Facts about `write_rows`."""
     return dict(tokens=slots_T.shape[0], dtype=dtype_of(pages))
@@ -243,6 +267,8 @@ FACTS: Mapping[str, Callable[..., Facts]] = MappingProxyType(
         "swiglu_oai": gated,
         "rotate_half_split": rotate,
         "rotate_interleaved": rotate,
+        "rotate_deinterleaved": rotate,
+        "norm_rotate_write": norm_rotate_write,
         "write_rows": write_rows,
         "write_kv": write_kv,
         "paged_attention": paged_attention,

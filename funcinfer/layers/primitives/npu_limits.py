@@ -131,6 +131,31 @@ FORMS: Mapping[str, tuple[Form, ...]] = MappingProxyType(
         "rotate_interleaved": (
             Form("interleave", "npu_rotary_mul", (*ROTARY, between("heads", 1, 999)), A2_A3),
         ),
+        "rotate_deinterleaved": (
+            Form(
+                "pairs",
+                "npu_interleave_rope",
+                (TOKENS, one_of("dtype", *HALVES), one_of("rotary_dim", 64)),
+                A2_A3,
+            ),
+            Form("half", "npu_rotary_mul", (*ROTARY, between("heads", 1, 999)), A2_A3),
+        ),
+        "norm_rotate_write": (
+            Form(
+                "latents",
+                "npu_kv_rmsnorm_rope_cache",
+                (
+                    TOKENS,
+                    one_of("dtype", *HALVES),
+                    SAME_DTYPE,
+                    one_of("latent", 512),
+                    one_of("rope_dim", 64),
+                    one_of("rotary_dim", 64),
+                    between("spare_pages", 0),
+                ),
+                A2_A3,
+            ),
+        ),
         "write_rows": (
             Form("scatter", "npu_scatter_nd_update_", (TOKENS, one_of("dtype", *FLOATS))),
         ),
@@ -279,6 +304,7 @@ FORMS: Mapping[str, tuple[Form, ...]] = MappingProxyType(
 # What stands in where no form fits, other than the reference's own code.
 COMPOSED = MappingProxyType(
     {
+        "norm_rotate_write": "rms_norm, rotate_deinterleaved and write_kv",
         "layer_norm": "torch.nn.functional.layer_norm in float32",
         "linear": "torch.nn.functional.linear",
     }

@@ -41,12 +41,14 @@ __all__ = [
     "lightning_indexer",
     "linear",
     "merge_lse",
+    "norm_rotate_write",
     "paged_attention",
     "paged_mla_attention",
     "rms",
     "rms_norm",
     "rms_norm_fp32_weight",
     "rms_norm_one_plus",
+    "rotate_deinterleaved",
     "rotate_half_split",
     "rotate_interleaved",
     "select_top",
@@ -254,8 +256,7 @@ def rotate_half_split(x: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
 def rotate_interleaved(x: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
     """Rotate the pairs (2 i, 2 i + 1) of the first 2 C dims, in place of one another.
 
-    Arguments, result and errors as in `rotate_half_split`. Used by DeepSeek's MLA and the GLM-5
-    indexer.
+    Arguments, result and errors as in `rotate_half_split`. Used by the GLM-5 indexer.
 
     >>> quarter = torch.zeros(1, 1), torch.ones(1, 1)
     >>> rotate_interleaved(torch.tensor([[1.0, 2.0, 3.0]]), *quarter)
@@ -266,3 +267,71 @@ def rotate_interleaved(x: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
     a, b, rest = x[..., 0:rotary:2], x[..., 1:rotary:2], x[..., rotary:]
     pairs = torch.stack([a * cos - b * sin, b * cos + a * sin], -1)
     return torch.cat([pairs.flatten(-2), rest], -1)
+
+
+def rotate_deinterleaved(x: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
+    """`rotate_interleaved`, the first of each rotated pair before the second of each: the order
+    (0, 2, 4, ..., 1, 3, 5, ...) of its result.
+
+    Scores of queries and keys are the same where both are in this order. Arguments and errors as in
+    `rotate_half_split`. Used by DeepSeek's MLA, as in its own code and in transformers.
+
+    >>> quarter = torch.zeros(1, 2), torch.ones(1, 2)
+    >>> rotate_deinterleaved(torch.tensor([[1.0, 2.0, 3.0, 4.0]]), *quarter)
+    tensor([[-2., -4.,  1.,  3.]])
+    """
+    check_tables("rotate_deinterleaved", x, cos_TC, sin_TC)
+    return rotate_half_split(deinterleaved(x, cos_TC.shape[-1]), cos_TC, sin_TC)
+
+
+def deinterleaved(x: Tensor, pairs: int) -> Tensor:
+    """The first `pairs` pairs of the last dim, the first of each before the second of each.
+
+    >>> deinterleaved(torch.arange(5), 2)
+    tensor([0, 2, 1, 3, 4])
+    """
+    turned = x[..., : 2 * pairs].unflatten(-1, (pairs, 2)).movedim(-1, -2).flatten(-2)
+    return torch.cat([turned, x[..., 2 * pairs :]], -1)
+
+
+def norm_rotate_write(
+    kv_TW: Tensor,
+    weight_C: Tensor,
+    cos_TC: Tensor,
+    sin_TC: Tensor,
+    ckv_pages: Tensor,
+    kpe_pages: Tensor,
+    slots_T: Tensor,
+    *,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """New rows of a latent cache: `rms_norm` of the first C of W dims, `rotate_deinterleaved` of
+    the others, `write_kv` of both. The pages [pages, page, C] and [pages, page, W - C] come back.
+
+    ValueError where the widths don't fit together.
+
+    >>> ckv, kpe = torch.zeros(2, 1, 2), torch.zeros(2, 1, 2)
+    >>> tables = torch.zeros(1, 1), torch.ones(1, 1)
+    >>> kv, one = torch.tensor([[3.0, 3.0, 1.0, 2.0]]), torch.ones(2)
+    >>> pages = norm_rotate_write(kv, one, *tables, ckv, kpe, torch.tensor([1]), eps=0.0)
+    >>> [x[1].tolist() for x in pages]
+    [[[1.0, 1.0]], [[-2.0, 1.0]]]
+    """
+    check_latent_rows(kv_TW, weight_C, ckv_pages, kpe_pages)
+    kv_TC, kpe_TE = kv_TW.split([len(weight_C), kv_TW.shape[1] - len(weight_C)], 1)
+    ckv_TC = rms_norm(kv_TC, weight_C, eps=eps)
+    kpe_TE = rotate_deinterleaved(kpe_TE, cos_TC, sin_TC)
+    return write_kv(ckv_pages, kpe_pages, ckv_TC, kpe_TE, slots_T)
+
+
+def check_latent_rows(
+    kv_TW: Tensor, weight_C: Tensor, ckv_pages: Tensor, kpe_pages: Tensor
+) -> None:
+    """ValueError where rows of latents don't fit their weight and pages."""
+    widths = weight_C.shape[-1], kv_TW.shape[-1] - weight_C.shape[-1]
+    if kv_TW.ndim != 2 or (ckv_pages.shape[-1], kpe_pages.shape[-1]) != widths:
+        raise ValueError(
+            f"norm_rotate_write: kv {tuple(kv_TW.shape)}, weight {tuple(weight_C.shape)}, pages"
+            f" {tuple(ckv_pages.shape)} and {tuple(kpe_pages.shape)}; wanted kv [T, C + E], weight"
+            f" [C], pages [..., C] and [..., E]"
+        )
