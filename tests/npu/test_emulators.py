@@ -382,6 +382,14 @@ def test_top_k_top_p(npu: Simulation):
         assert {v for v in got if v != -math.inf} == wanted
 
 
+def test_what_sums_to_the_dropped_share_is_dropped(npu: Simulation):
+    """Equal quarters: two of them sum to 1 - p exactly."""
+    found = call.npu_top_k_top_p(
+        torch.zeros(1, 4).npu(), torch.tensor([0.5]).npu(), torch.tensor([4]).int().npu()
+    )
+    assert found.isfinite().sum() == 2
+
+
 def test_top_k_is_at_most_1024(npu: Simulation):
     k = torch.tensor([1025], dtype=torch.int32).npu()
     with pytest.raises(Unsupported, match="1024"):
