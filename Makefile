@@ -1,7 +1,8 @@
-# make demo   environment, install, a real checkpoint, three chat prompts answered
-# make test   environment, install, lint, types, the whole suite
-# make test-npu   the torch_npu back end on a simulated NPU, in an environment of its own
-# make help   every target
+# make demo        environment, install, a prompt continued by the model that comes with the package
+# make demo-chat   the same with a real checkpoint (SmolLM2-135M-Instruct): three chat prompts answered
+# make test        environment, install, lint, types, the whole suite
+# make test-npu    the torch_npu back end on a simulated NPU, in an environment of its own
+# make help        every target
 #
 # Variables: PYTHON (3.11 or newer), TORCH (what pip is asked for; a CPU-only build is enough), WORKERS (test processes),
 # FUNCINFER_SMOLLM2 (where the SmolLM2 checkpoint lies or is to be made), PYTEST_ARGS.
@@ -30,10 +31,10 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install smollm2 demo test lint types pytest test-npu format clean
+.PHONY: help install smollm2 demo demo-chat test lint types pytest test-npu format clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(VENV)/installed ## make .venv and install funcinfer with every development tool into it
 
@@ -52,7 +53,11 @@ smollm2: $(SMOLLM2_DONE) ## write the SmolLM2-135M-Instruct checkpoint (540 MB, 
 $(SMOLLM2_DONE): | $(VENV)/installed
 	$(BIN)/python examples/smollm2_checkpoint.py '$(FUNCINFER_SMOLLM2)'
 
-demo: $(VENV)/installed $(SMOLLM2_DONE) ## answer three chat prompts with SmolLM2
+demo: $(VENV)/installed ## continue a prompt with the model that comes with the package, with drafts
+	$(BIN)/funcinfer generate --prompt 'In the beginning' --speculate 2 --temperature 0.7 --seed 1 --max-tokens 96
+	@echo 'A chat with a real checkpoint, SmolLM2-135M-Instruct: make demo-chat'
+
+demo-chat: $(VENV)/installed $(SMOLLM2_DONE) ## answer three chat prompts with SmolLM2
 	$(BIN)/funcinfer generate --model '$(FUNCINFER_SMOLLM2)' --chat --file examples/prompts.txt --max-tokens 64
 
 test: lint types pytest ## lint, types and the whole suite

@@ -1,26 +1,27 @@
 """The command line: `funcinfer generate`. Bad input gets one line on stderr and exit code 2."""
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 
-from funcinfer.hf_config import read_config
+from funcinfer.default import default_model
+from funcinfer.hf_config import DTYPES, dtype_of, read_config
 from funcinfer.layers import primitives as ops
 from funcinfer.plan.command import add_plan
 from funcinfer.serving.engine import Completion, Engine
 from funcinfer.serving.load import load
+from funcinfer.serving.metrics import Metrics
 from funcinfer.serving.sampling import SamplingParams
 from funcinfer.serving.text import Text
 from funcinfer.sharding import Mesh, Ranks, ThreadRanks
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,11 +51,14 @@ def _parser() -> argparse.ArgumentParser:
     generate = commands.add_parser(
         "generate",
         help="continue prompts with a Hugging Face checkpoint",
-        description="Continue prompts with a Hugging Face checkpoint. With --mesh, ranks are"
+        description="Continue prompts with a Hugging Face checkpoint, or with the small model that"
+        " comes with funcinfer. With --mesh, ranks are"
         " threads of this process or, started by torchrun, one process each.",
     )
     generate.set_defaults(run=_generate)
-    generate.add_argument("--model", required=True, metavar="DIR", help="a Hugging Face folder")
+    generate.add_argument(
+        "--model", metavar="DIR", help="a Hugging Face folder (the model that comes with funcinfer)"
+    )
     prompts = generate.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", metavar="TEXT", help="one prompt")
     prompts.add_argument("--file", type=Path, metavar="PROMPTS.TXT", help="one prompt a line")
@@ -107,25 +111,26 @@ def _generate(args: argparse.Namespace) -> int:
     )
     mesh, device = Mesh.parse(args.mesh), _device(args.device)
     prompts = [args.prompt] if args.file is None else _read_prompts(args.file)
-    dtype = _dtype(args.dtype, read_config(args.model))
-    text = Text.from_folder(args.model)
+    folder = args.model or default_model()
+    dtype = dtype_of(read_config(folder)) if args.dtype == "auto" else DTYPES[args.dtype]
+    text = Text.from_folder(folder)
     ids = [text.chat(p) if args.chat else text.encode(p) for p in prompts]
     model = load(
-        args.model,
+        folder,
         dtype=dtype,
         device=device,
         mesh=mesh,
         ranks=_ranks(device),
         progress=sys.stderr.isatty(),
     )
-    engine = Engine.sized_for(model, ids, sampling, speculate=args.speculate, text=text)
-    if engine.leads:
-        try:
-            _answer(engine, prompts, ids, sampling, as_json=args.json)
-        finally:
-            engine.close()
-    else:
-        engine.follow()
+    runs: list[Run | None] = []
+    for drafts in dict.fromkeys([args.speculate, 0]):  # without drafts too, to compare
+        engine = Engine.sized_for(model, ids, sampling, speculate=drafts, text=text)
+        runs.append(_run(engine, ids, sampling, warm=args.speculate > 0))
+    with_drafts, plain = runs[0], runs[-1]
+    if with_drafts is not None and plain is not None:
+        _report(prompts, with_drafts.completions, args.json)
+        print(_speed(with_drafts, plain, args.speculate), file=sys.stderr)
     if "RANK" in os.environ:
         from funcinfer.sharding import end_process
 
@@ -133,29 +138,53 @@ def _generate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _answer(
-    engine: Engine,
-    prompts: Sequence[str],
-    ids: Sequence[list[int]],
-    sampling: SamplingParams,
-    *,
-    as_json: bool,
-) -> None:
-    """Print the answers, and on stderr how fast they came."""
-    completions, rate = _timed(engine, ids, sampling)
-    _report(prompts, completions, as_json)
-    count = sum(len(c.tokens) for c in completions)
-    print(f"{count} tokens, {rate:.1f} tokens per second", file=sys.stderr)
+class Run(NamedTuple):
+    """What came of the prompts, and how fast."""
+
+    completions: list[Completion]
+    seconds: float
+    metrics: Metrics
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all completions."""
+        return sum(len(c.tokens) for c in self.completions)
+
+    @property
+    def rate(self) -> float:
+        """Tokens in a second."""
+        return self.num_tokens / self.seconds
 
 
-def _timed(
-    engine: Engine, ids: Sequence[list[int]], sampling: SamplingParams
-) -> tuple[list[Completion], float]:
-    """The completions, and how many tokens came in a second."""
-    started = time.perf_counter()
-    completions = engine.generate(ids, sampling)
-    seconds = time.perf_counter() - started
-    return completions, sum(len(c.tokens) for c in completions) / seconds
+def _run(
+    engine: Engine, ids: Sequence[list[int]], sampling: SamplingParams, *, warm: bool
+) -> Run | None:
+    """Serve the prompts; None on a process that follows. warm: once before, not timed, so that two
+    runs compare.
+    """
+    if not engine.leads:
+        engine.follow()
+        return None
+    try:
+        if warm:
+            engine.generate(ids, dataclasses.replace(sampling, max_tokens=4))
+        started = time.perf_counter()
+        completions = engine.generate(ids, sampling)
+        return Run(completions, time.perf_counter() - started, engine.metrics)
+    finally:
+        engine.close()
+
+
+def _speed(run: Run, plain: Run, drafts: int) -> str:
+    """How fast the answers came and, with drafts, what these brought."""
+    said = f"{run.num_tokens} tokens, {run.rate:.1f} tokens per second"
+    if drafts:
+        said += (
+            f"\nup to {drafts} drafts a step: {run.metrics.accepted_length:.2f} tokens a verified"
+            f" row, {run.rate / plain.rate:.2f} times as fast as without drafts in the same run"
+            f" ({plain.rate:.1f} tokens per second)"
+        )
+    return said
 
 
 def _report(prompts: Sequence[str], completions: Sequence[Completion], as_json: bool) -> None:
@@ -180,16 +209,6 @@ def _read_prompts(path: Path) -> list[str]:
     if prompts := [line for line in lines if line.strip()]:
         return prompts
     raise ValueError(f"prompt file {path} has no line with a prompt")
-
-
-def _dtype(name: str, config: Mapping[str, Any]) -> torch.dtype:
-    if name == "auto":
-        name = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
-    if name not in DTYPES:
-        raise ValueError(
-            f"config.json: dtype is {name}: choose one with --dtype: {', '.join(DTYPES)}"
-        )
-    return DTYPES[name]
 
 
 def _device(name: str) -> torch.device:

@@ -11,6 +11,9 @@ from pathlib import Path
 from types import MappingProxyType, NoneType
 from typing import Any, get_args
 
+import torch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 IRRELEVANT: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "what found the family": ("architectures", "model_type", "auto_map"),
@@ -215,6 +218,18 @@ def read_generation_config(folder: str | Path) -> GenerationConfig:
         _token_ids(folder, fields, f"{name}_token_id") for name in ("eos", "bos", "pad")
     )
     return GenerationConfig(eos, bos[0] if bos else None, pad[0] if pad else None)
+
+
+def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
+    """The dtype that a config.json names; ValueError where it names none that a model runs in.
+
+    >>> dtype_of({"torch_dtype": "bfloat16"})
+    torch.bfloat16
+    """
+    name = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"config.json: dtype is {name}: choose one of {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def _token_ids(folder: str | Path, fields: Mapping[str, Any], name: str) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ has one token for each byte.
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -129,6 +130,21 @@ def test_more_tokens_than_the_context_has_are_cut(folder, answer, capsys):
     assert json.loads(capsys.readouterr().out) == [answer("a" * 250, 6)]
 
 
+def test_the_model_of_the_package_drafts_and_stops_at_a_text(capsys):
+    args = ["generate", "--prompt", "In the beginning", "--dtype", "float32", "--max-tokens", "12"]
+    assert cli.main(args) == 0
+    plain, said = capsys.readouterr()
+    assert said.startswith("12 tokens, ")
+    assert cli.main([*args, "--speculate", "2"]) == 0
+    drafted, said = capsys.readouterr()
+    assert drafted == plain
+    assert re.search(r"up to 2 drafts a step: [\d.]+ tokens a verified row, [\d.]+ times", said)
+    shown = plain.removeprefix("> In the beginning\n").rstrip("\n")
+    assert cli.main([*args, "--stop", shown[5:9], "--stop", "\0", "--speculate", "3"]) == 0
+    stopped, _ = capsys.readouterr()
+    assert stopped == f"> In the beginning\n{shown[: shown.index(shown[5:9])]}\n\n"
+
+
 def test_torchrun_gives_the_same_and_prints_once(folder, answer, tmp_path):
     file = prompts_file(tmp_path, "\n".join(PROMPTS))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -170,6 +186,8 @@ def refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--prompt", "x", "--top-k", "-1"], "top_k is -1"),
         (["--prompt", "x", "--top-p", "1.5"], "top_p is 1.5"),
         (["--prompt", "x", "--seed", "-1"], "seed is -1"),
+        (["--prompt", "x", "--speculate", "-1"], "speculate -1"),
+        (["--prompt", "x", "--stop", ""], "stop is ['']"),
         (["--prompt", "x", "--mesh", "tp"], "mesh 'tp': can't read 'tp'"),
         (["--prompt", "x", "--mesh", "tp=0"], "mesh axis tp=0"),
         (["--prompt", "x", "--mesh", "tp=3"], "tp=3 and 2 KV heads do not divide one another"),

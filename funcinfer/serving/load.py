@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 
 from funcinfer.checkpoint import load_params, load_ranks
-from funcinfer.hf_config import read_config, read_generation_config
+from funcinfer.default import default_model
+from funcinfer.hf_config import dtype_of, read_config, read_generation_config
 from funcinfer.layers import primitives as ops
 from funcinfer.models import registry
 from funcinfer.serving.dry_run import dry_run
@@ -17,9 +18,9 @@ from funcinfer.spec import with_dtype
 
 
 def load(
-    folder: str | Path,
+    folder: str | Path | None = None,
     *,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     mesh: Mesh | None = None,
     rules: Rules | None = None,
@@ -29,9 +30,11 @@ def load(
     progress: bool = False,
 ) -> Model:
     """The model of a Hugging Face folder: config.json, generation_config.json and safetensors;
-    nothing else is read, and nothing is run.
+    nothing else is read, and nothing is run. Without a folder, the model that comes with the
+    package: `funcinfer.default.default_model`.
 
-    `dtype` is that of weights, activations and caches; leaves declared wider stay wider. Without
+    `dtype` is that of weights, activations and caches, by default the one that config.json names;
+    leaves declared wider stay wider. Without
     `rules` the axis names of `mesh` say which preset, and its mesh is taken; `decode_rules` are
     those of decode, where they differ from `rules`. `ranks` makes what runs the mesh: threads of
     this process, or `lambda mesh: ProcessRanks(mesh, init_process(mesh))`, and then only this
@@ -59,7 +62,9 @@ def load(
     (Mesh(tp=2), (2, 7), 64)
     """
     device = ops.find_device(device)
+    folder = default_model() if folder is None else folder
     config = read_config(folder)
+    dtype = dtype_of(config) if dtype is None else dtype
     family = registry.family_of(config)
     cfg = family.from_hf(config)
     stop_ids = read_generation_config(folder).eos_ids
