@@ -9,9 +9,8 @@ Asynchronous stepping plans and launches a step before the tokens of the one bef
 whose token is not known yet is planned all the same, and the device fills it in; what comes back
 for a request that has ended or was preempted since is dropped, by its epoch.
 
-Where ranks are processes, the first one has the schedule: it is called as here, and has the others
-run its launches. These only `follow`. One thread at a time may use an engine; `on_token` may call
-it.
+Where ranks are processes, the first one has the schedule and is called as here; the others run its
+launches: they `follow`. One thread at a time may use an engine; `on_token` may call it.
 """
 
 import dataclasses
@@ -194,8 +193,7 @@ class Engine:
         checks.check_params(
             params, self.model.cfg.vocab_size, stop_ids, has_text=self.text is not None
         )
-        group = min(range(len(self.states)), key=lambda g: _num_live(self.states[g]))
-        state = self.states[group]
+        group, state = min(enumerate(self.states), key=lambda pair: _num_live(pair[1]))
         max_total = checks.max_total(state, len(tokens), params.max_tokens)
         if id is None:
             while any(i in self.live for i in _ids(self._next_id, params.n)):
@@ -268,7 +266,9 @@ class Engine:
         Closing the iterator aborts it. Other requests run along, as in `generate`.
         """
         id = self.add(prompt, sampling, id=id, priority=priority, scope=scope)
-        return self._updates(self._family(id, (sampling or SamplingParams()).n))
+        updates = self._updates(self._family(id, (sampling or SamplingParams()).n))
+        next(updates)  # to where closing it aborts
+        return updates
 
     def generate(
         self, prompts: Iterable[Sequence[int]], sampling: SamplingParams | None = None
@@ -316,12 +316,13 @@ class Engine:
         if tokens:
             count, ended = schedule.commit(state, work, tokens)
             reason = ended or reason
-            count_row(self.metrics, work, len(news.tokens), count)
+            known = len(live.completion.tokens)
             for token, logprob in zip_longest(tokens[:count], news.logprobs[:count]):
                 self._untold.append((live.completion, token))
                 if live.push(token, logprob):
                     reason = "stop"
                     break
+            count_row(self.metrics, work, len(news.tokens), len(live.completion.tokens) - known)
         if reason == "error" and state.prefix is not None:
             state.prefix.clear()  # its pages may hold what gave no token
         if reason is not None:
@@ -334,6 +335,7 @@ class Engine:
         told = {id(done): (0, 0) for done in mine}
         left = list(mine)
         try:
+            yield Update(mine[0], [], "")  # for `stream`
             while left:
                 self._step_for(mine)
                 for done in list(left):

@@ -246,11 +246,13 @@ def text() -> Text:
 
 
 def expected_text(prompt: Sequence[int], sampling: SamplingParams) -> str:
-    """The text of a request that has ended: of the stop texts, the one that ends first cuts it."""
+    """The text of a request that has ended: of the stop texts, the one that ends first cuts it. The
+    text of a stop token is none of its text, unless it is wanted.
+    """
     tokens, reason = expected(prompt, sampling)
+    if tokens[-1] in stops_of(sampling) and reason == "stop" and not sampling.include_stop:
+        return spelled(tokens[:-1])
     whole = spelled(tokens)
-    if tokens[-1] in stops_of(sampling) and reason == "stop":
-        return whole if sampling.include_stop else spelled(tokens[:-1])
     for end in range(1, len(whole) + 1):
         found = [stop for stop in sampling.stop if whole[:end].endswith(stop)]
         if found:
