@@ -134,8 +134,18 @@ def select(
     q_TIH, gate_TI = index_queries(p, x_TD, a_TQ, step, rules=rules, cfg=cfg)
     rows_T = reshard(step.rows, P(attend), P(q_tokens))
     hi_T = step.q_positions + 1
+    # Where pages are dealt, those of the Step count this rank's positions, and not all.
+    segments = step.segments if axis_size(rules["page_tokens"]) == 1 else None
     chosen_TK = ops.lightning_indexer(
-        q_TIH, gate_TI, keys, step.page_table, rows_T, None, hi_T, topk=cfg.topk
+        q_TIH,
+        gate_TI,
+        keys,
+        step.page_table,
+        rows_T,
+        None,
+        hi_T,
+        topk=cfg.topk,
+        segments=segments,
     )
     return reshard(chosen_TK, P(q_tokens, None), P(attend, None)), keys
 

@@ -272,6 +272,7 @@ class CountingOps:
         hi_T: Tensor,
         *,
         topk: int,
+        **options: Any,
     ) -> Tensor:
         """Scores, and the best positions."""
         one = (rows_T[:1], None if lo_T is None else lo_T[:1], hi_T[:1])

@@ -219,13 +219,20 @@ def selected(draw: Draw, *, with_lse: bool) -> Call:
     return Call("sparse_mla_attention", op, args, settings)
 
 
-def indexer(draw: Draw, *, lo: bool = False) -> Call:
-    t = tokens(CHUNKS)
+def indexer(
+    draw: Draw,
+    *,
+    lo: bool = False,
+    of: tuple[tuple[int, int], ...] = CHUNKS,
+    hint: bool = False,
+) -> Call:
+    t = tokens(of)
     keys = SimpleNamespace(k=draw.normal(t.num_pages, PAGE, 128))
     q, gate = draw.normal(len(t.rows), 5, 128), draw.normal(len(t.rows), 5, dtype=torch.float32)
     args = (q, gate, keys, t.page_table, t.rows, t.lo if lo else None, t.hi)
     op = None if lo else "npu_lightning_indexer"
-    return Call("lightning_indexer", op, args, dict(topk=6))
+    settings = dict(topk=6, segments=t.segments) if hint else dict(topk=6)
+    return Call("lightning_indexer", op, args, settings)
 
 
 def scores(draw: Draw) -> Call:
@@ -302,6 +309,8 @@ CASES: dict[str, Callable[[Draw], Call]] = {
     "selected, lse": partial(selected, with_lse=True),
     "indexer": indexer,
     "indexer, lo": partial(indexer, lo=True),
+    "indexer, runs": partial(indexer, hint=True),
+    "indexer, decode": partial(indexer, of=SINGLE, hint=True),
     "scores": scores,
     "top": top,
     "experts": experts,

@@ -162,6 +162,7 @@ MUTATIONS: dict[str, tuple[str, str, Changes]] = {
         "npu_lightning_indexer",
         dict(actual_seq_lengths_query=lambda a: torch.ones_like(a["actual_seq_lengths_query"])),
     ),
+    "runs see all": ("indexer, runs", "npu_lightning_indexer", dict(sparse_mode=0)),
     "counts as sums": ("experts", "npu_grouped_matmul", dict(group_list_type=0)),
     "sums as counts": ("experts", "npu_moe_init_routing_v2", dict(expert_tokens_num_type=0)),
     "scattered places": ("experts", "npu_moe_init_routing_v2", dict(row_idx_type=1)),

@@ -189,6 +189,7 @@ def lightning_indexer(
     hi_T: Tensor,
     *,
     topk: int,
+    segments: Segments | None = None,
 ) -> Facts:
     """Facts about `lightning_indexer`."""
     (T, heads, width), (_, page, _) = q_TIH.shape, keys.k.shape

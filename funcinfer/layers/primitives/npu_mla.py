@@ -5,8 +5,9 @@
     sparse_mla_attention    npu_sparse_flash_attention, its absorbed mode; no LSE over pages
     lightning_indexer       npu_lightning_indexer
 
-The last two take lengths from the device: each token goes in as a request of its own, with its own
-number of keys, which needs no host data. Theirs are one-token rows for prefill too.
+The last two take lengths from the device. In sparse attention each token goes in as a request of
+its own, which costs nothing: it reads its own keys anyway. So do tokens in the indexer where there
+are no segments, or single ones; runs of several read their keys once.
 
 Legend: T tokens, R requests, M pages a request, N heads, C latent width, E rotated width, I indexer
 heads, H indexer width, K selected positions.
@@ -127,8 +128,10 @@ def lightning_indexer(
     hi_T: Tensor,
     *,
     topk: int,
+    segments: Segments | None = None,
 ) -> Tensor:
     """As `reference_indexer.lightning_indexer`; positions come in order of their scores."""
+    check_segments("lightning_indexer", q_TIH, segments)
     check_indexer(q_TIH, gate_TI, keys, page_table_RM, (rows_T, lo_T, hi_T))
     args = (q_TIH, gate_TI, keys, page_table_RM, rows_T, lo_T, hi_T)
     if choice("lightning_indexer", *args, topk=topk).form is None:
@@ -137,15 +140,37 @@ def lightning_indexer(
         q_TIH.contiguous(),
         keys.k[:, :, None],
         gate_TI.contiguous(),
-        actual_seq_lengths_query=_one_each(q_TIH.shape[0], q_TIH.device),
-        actual_seq_lengths_key=hi_T.int(),
-        block_table=page_table_RM.index_select(0, rows_T).int(),
         layout_query="TND",
         layout_key="PA_BSND",
         sparse_count=min(topk, page_table_RM.shape[1] * keys.k.shape[1]),
-        sparse_mode=0,
+        **_device_lengths(page_table_RM, rows_T, hi_T, segments),
     )
     return chosen_T1K[:, 0].masked_fill((hi_T <= 0)[:, None], -1)
+
+
+def _device_lengths(
+    page_table_RM: Tensor, rows_T: Tensor, hi_T: Tensor, segments: Segments | None
+) -> dict[str, Any]:
+    """Which tokens see what, for an op that takes lengths as tensors: runs, causal from the bottom
+    right; or single tokens, whose lengths are on the device already.
+    """
+    if segments is None or segments.longest == 1:
+        return dict(
+            actual_seq_lengths_query=_one_each(rows_T.shape[0], rows_T.device),
+            actual_seq_lengths_key=hi_T.int(),
+            block_table=page_table_RM.index_select(0, rows_T).int(),
+            sparse_mode=0,
+        )
+    ends_Z, kv_lens_Z = (
+        torch.tensor(x, dtype=torch.int32, device=rows_T.device)
+        for x in (segments.ends, segments.kv_lens)
+    )
+    return dict(
+        actual_seq_lengths_query=ends_Z,
+        actual_seq_lengths_key=kv_lens_Z,
+        block_table=segment_pages(page_table_RM, rows_T, segments),
+        sparse_mode=3,
+    )
 
 
 def _one_each(T: int, device: torch.device) -> Tensor:

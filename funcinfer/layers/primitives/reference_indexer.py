@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from funcinfer.layers.primitives.segments import Segments
 from funcinfer.layers.primitives.tiles import (
     check_tokens,
     fetch_pages,
@@ -99,11 +100,13 @@ def lightning_indexer(
     hi_T: Tensor,
     *,
     topk: int,
+    segments: Segments | None = None,
 ) -> Tensor:
     """`select_top(indexer_scores(...))`: positions [T, min(topk, S)], int32, then -1 for none.
 
     Here they ascend; another back end may give them in another order, and choose among equal scores
-    in its own way. The scores of all tokens don't exist at one time. ValueError as in both.
+    in its own way. Segments are as in `paged_attention`. The scores of all tokens don't exist at
+    one time. ValueError as in both.
 
     >>> from types import SimpleNamespace
     >>> keys = SimpleNamespace(k=torch.tensor([[[9.0], [9.0]], [[2.0], [-1.0]]]))
