@@ -53,6 +53,23 @@ int aclrtCreateStreamWithConfig(void **stream, unsigned priority, unsigned flags
 int aclrtGetCurrentContext(void **context) { *context = &context_of_all; return 0; }
 const char *aclrtGetSocName(void) { return setting("SIM_SOC", "Ascend910B2"); }
 
+/* Capture of a graph. Nothing is captured here: tests/npu/simulator.py notes the ops and does them again. */
+enum { CAPTURES_NOTHING, CAPTURES };
+static int capture_status = CAPTURES_NOTHING, model_of_all;
+static size_t task_groups;
+int aclmdlRICaptureBegin(void *stream, int mode) { capture_status = CAPTURES; return 0; }
+int aclmdlRICaptureGetInfo(void *stream, int *status, void **model) {
+    *status = capture_status;
+    *model = &model_of_all;
+    return 0;
+}
+int aclmdlRICaptureEnd(void *stream, void **model) {
+    capture_status = CAPTURES_NOTHING;
+    *model = &model_of_all;
+    return 0;
+}
+int aclmdlRICaptureTaskGrpEnd(void *stream, void **group) { *group = (void *)++task_groups; return 0; }
+
 /* Versions and options. */
 int aclsysGetCANNVersion(int package, char *version) {
     strcpy(version, setting("SIM_CANN", "9.1.0"));

@@ -31,6 +31,7 @@ LINKED = re.compile(r"(acl|Hccl|Hcomm|rt[A-Z]|Msprof)\w+")
 LOOKED_UP = re.compile(r"(acl(rt|mdl|op|sys)?|Hccl|Hcomm)[A-Z][A-Za-z0-9]+")
 KERNEL = re.compile(r"aclnn[A-Z][A-Za-z0-9]+")
 DESCRIPTOR = re.compile(r"aclCreate(\w*Array|Scalar|ScalarList|Tensor|TensorList)")
+BASE = re.compile(r"acl[A-Z]\w+")
 WORKSPACE = "GetWorkspaceSize"
 DEFINED = re.compile(r"^(?!static)\w[\w ]*?[ *](\w+)\(.*\) *\{", re.MULTILINE)
 
@@ -74,13 +75,15 @@ def kernels_source(strings: set[str]) -> str:
     """C of every library in `KERNELS`."""
     kernels = {name.removesuffix(WORKSPACE) for name in strings if KERNEL.fullmatch(name)}
     creators = {name for name in strings if DESCRIPTOR.fullmatch(name)}
+    others = {name for name in strings if BASE.fullmatch(name)}
+    others |= {name.replace("Create", "Destroy") for name in creators}
     return "\n".join(
         [
             (HERE / "kernels.c").read_text(),
             *_zeros(name + WORKSPACE for name in kernels),
             *(f'int {name}(void) {{ return launch("{name}"); }}' for name in sorted(kernels)),
             *(f"void *{name}(void) {{ return descriptor; }}" for name in sorted(creators)),
-            *_zeros(name.replace("Create", "Destroy") for name in creators),
+            *_zeros(others - creators),
         ]
     )
 
