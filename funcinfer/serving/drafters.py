@@ -194,7 +194,8 @@ def check_proposal(proposal: Proposal, counts: Sequence[int], vocab_size: int) -
     if proposal.laws is not None:
         raise ValueError("the drafter gives laws: the engine takes drafts that were not drawn")
     for drafts, count in zip(proposal.tokens, counts, strict=True):
-        if len(drafts) > count or not all(0 <= draft < vocab_size for draft in drafts):
+        are_ids = all(hasattr(x, "__index__") and 0 <= x < vocab_size for x in drafts)
+        if len(drafts) > count or not are_ids:
             raise ValueError(
                 f"the drafter proposes {drafts}: expected at most {count} tokens of the vocabulary,"
                 f" 0 to {vocab_size - 1}"

@@ -38,7 +38,8 @@ class Slots:
     """What the device knows of each request, by slot; the last one, S, is that of padding.
 
     pending_SL: its last token, and the drafts that follow it; -1: none. rejected_S: how many drafts
-    of its latest row were rejected. laws_SKV: what the drafts were drawn from; None: they were not.
+    of its latest row were rejected, or were none. laws_SKV: what the drafts were drawn from; None:
+    they were not.
     """
 
     pending_SL: torch.Tensor
@@ -210,7 +211,9 @@ def _score(
 def _keep(slots: Slots, inputs: Inputs, emitted: Emitted, drafted: Drafted) -> Slots:
     """The slots after this launch; that of padding stays as it is."""
     last_B1 = emitted.tokens_BL.gather(1, emitted.num_accepted_B[:, None])
-    rejected_B = (inputs.drafts_BK >= 0).sum(-1) - emitted.num_accepted_B
+    # A draft that there turned out to be none has a place all the same.
+    num_drafts_B = (inputs.logits_BL < len(inputs.slot_N)).sum(-1) - 1
+    rejected_B = num_drafts_B - emitted.num_accepted_B
     real_B = inputs.slot_B < len(slots.rejected_S) - 1
     pending_BL = torch.cat([last_B1, drafted.drafts_BK], 1)
 
