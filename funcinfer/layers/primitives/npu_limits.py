@@ -10,80 +10,24 @@ function of what is known before a step runs, and `funcinfer plan` shows it.
 Source: the custom API reference of op-plugin (Ascend/op-plugin, docs/zh/custom_APIs), by op.
 """
 
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
-SOCS = ("ascend910b", "ascend910c", "ascend950")
+from funcinfer.layers.primitives.npu_form import (
+    FLOATS,
+    HALVES,
+    SOCS,
+    Form,
+    between,
+    is_true,
+    one_of,
+)
+
 # What `torch.npu.get_device_name()` begins with.
 DEVICE_NAMES = {"Ascend910B": "ascend910b", "Ascend910_93": "ascend910c", "Ascend950": "ascend950"}
-
-HALVES = ("float16", "bfloat16")
-FLOATS = (*HALVES, "float32")
-
-
-@dataclass(frozen=True)
-class Limit:
-    """A demand on one fact about a call; `wanted` says it in words."""
-
-    fact: str
-    wanted: str
-    holds: Callable[[Any], bool]
-
-    def refusal(self, facts: Mapping[str, Any]) -> str | None:
-        """What is wrong; None where the limit holds. KeyError for a fact that is not given."""
-        value = facts[self.fact]
-        return None if self.holds(value) else f"{self.fact} {value} is not {self.wanted}"
-
-
-def one_of(fact: str, *values: Any) -> Limit:
-    """The fact is one of these values."""
-    shown = ", ".join(map(str, values))
-    return Limit(fact, shown if len(values) == 1 else f"one of {shown}", lambda v: v in values)
-
-
-def between(fact: str, low: int, high: int | None = None, *, step: int = 1) -> Limit:
-    """The fact is a multiple of `step`, at least `low` and at most `high`.
-
-    >>> between("page_size", 16, 1024, step=16).refusal({"page_size": 24})
-    'page_size 24 is not a multiple of 16, 16 to 1024'
-    """
-    bounds = f"at least {low}" if high is None else f"{low} to {high}"
-    words = bounds if step == 1 else f"a multiple of {step}, {bounds}"
-
-    def holds(value: int) -> bool:
-        return low <= value and (high is None or value <= high) and value % step == 0
-
-    return Limit(fact, words, holds)
-
-
-def is_true(fact: str, wanted: str) -> Limit:
-    """The fact, a boolean, holds; `wanted` says what that means."""
-    return Limit(fact, wanted, bool)
-
-
-@dataclass(frozen=True)
-class Form:
-    """One op that computes a primitive: a name, the op, its limits, and more of them by SoC.
-
-    `socs` are those that have the op.
-    """
-
-    name: str
-    op: str
-    limits: tuple[Limit, ...]
-    socs: tuple[str, ...] = SOCS
-    by_soc: Mapping[str, tuple[Limit, ...]] = field(default_factory=dict)
-
-    def refusals(self, soc: str, facts: Mapping[str, Any]) -> list[str]:
-        """Everything in which a call is outside of the form."""
-        if soc not in self.socs:
-            return [f"not on {soc}, only on {', '.join(self.socs)}"]
-        limits = (*self.limits, *self.by_soc.get(soc, ()))
-        return [r for limit in limits if (r := limit.refusal(facts))]
-
 
 TOKENS = between("tokens", 1)
 SAME_DTYPE = is_true("same_dtype", "the dtype of all arguments")
@@ -154,6 +98,24 @@ FORMS: Mapping[str, tuple[Form, ...]] = MappingProxyType(
                     between("spare_pages", 0),
                 ),
                 A2_A3,
+            ),
+        ),
+        "mla_prolog": (
+            Form(
+                "whole",
+                "npu_mla_prolog_v3",
+                (
+                    TOKENS,
+                    one_of("dtype", "bfloat16"),
+                    SAME_DTYPE,
+                    one_of("embed", *range(1024, 8193, 1024), 7680),
+                    one_of("q_lora", 1536, 2048),
+                    HEADS,
+                    one_of("nope_dim", 128, 192),
+                    one_of("latent", 512),
+                    one_of("rope_dim", 64),
+                    PAGES,
+                ),
             ),
         ),
         "write_rows": (
@@ -305,6 +267,7 @@ FORMS: Mapping[str, tuple[Form, ...]] = MappingProxyType(
 COMPOSED = MappingProxyType(
     {
         "norm_rotate_write": "rms_norm, rotate_deinterleaved and write_kv",
+        "mla_prolog": "linear, rms_norm, rotate_deinterleaved and norm_rotate_write",
         "layer_norm": "torch.nn.functional.layer_norm in float32",
         "linear": "torch.nn.functional.linear",
     }
