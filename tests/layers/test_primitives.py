@@ -227,6 +227,7 @@ def calls(dtype: torch.dtype) -> dict[str, tuple]:
     return {
         "rms": (lambda x: ops.rms(x, eps=EPS), (x,)),
         "rms_norm": (lambda x, w: ops.rms_norm(x, w, eps=EPS), (x, w)),
+        "add_rms_norm": (lambda x, w: ops.add_rms_norm(x, x.flip(0), w, eps=EPS)[0], (x, w)),
         "rms_norm_fp32_weight": (lambda x, w: ops.rms_norm_fp32_weight(x, w, eps=EPS), (x, w)),
         "rms_norm_one_plus": (lambda x, w: ops.rms_norm_one_plus(x, w, eps=EPS), (x, w)),
         "layer_norm": (lambda x, w, b: ops.layer_norm(x, w, b, eps=EPS), (x, w, y[0, 0])),

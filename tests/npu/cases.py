@@ -60,6 +60,11 @@ def fp32_weight(draw: Draw) -> Call:
     return Call("rms_norm_fp32_weight", "npu_rms_norm", args, dict(eps=1e-5))
 
 
+def summed(draw: Draw, *, op: str, dtype: torch.dtype | None = None) -> Call:
+    args = draw.normal(5, 3, 40), draw.normal(5, 3, 40), draw.normal(40, dtype=dtype)
+    return Call("add_rms_norm", op, args, dict(eps=1e-5))
+
+
 def gated(draw: Draw, *, primitive: str, op: str, apart: bool = False, **settings: float) -> Call:
     both = draw.normal(7, 2, 12, scale=4.0)
     gate, up = both.unbind(1)
@@ -262,6 +267,8 @@ FIA = "npu_fused_infer_attention_score_v2"
 CASES: dict[str, Callable[[Draw], Call]] = {
     "rms": partial(norm, primitive="rms", op="npu_rms_norm", weight=False),
     "rms_norm": partial(norm, primitive="rms_norm", op="npu_rms_norm"),
+    "add_rms_norm": partial(summed, op="npu_add_rms_norm"),
+    "add_rms_norm, parts": partial(summed, op="npu_rms_norm", dtype=torch.float16),
     "rms_norm_one_plus": partial(norm, primitive="rms_norm_one_plus", op="npu_gemma_rms_norm"),
     "rms_norm_fp32_weight": fp32_weight,
     "layer_norm": partial(norm, primitive="layer_norm", op=None),

@@ -169,6 +169,12 @@ MUTATIONS: dict[str, tuple[str, str, Changes]] = {
     "places by column": ("experts", "npu_moe_finalize_routing", dict(drop_pad_mode=0)),
     "the other gate": ("gate_softmax, groups", "npu_moe_gating_top_k", dict(norm_type=1)),
     "the other group": ("gate_sigmoid, groups", "npu_moe_gating_top_k", dict(group_select_mode=0)),
+    "terms of another sum": (
+        "add_rms_norm",
+        "npu_add_rms_norm",
+        dict(x2=lambda a: a["x2"].flip(0)),
+    ),
+    "another eps": ("add_rms_norm", "npu_add_rms_norm", dict(epsilon=1e-1)),
     "pairs apart": ("half", "npu_rotary_mul", dict(rotary_mode="interleave")),
     "even and odd": ("swiglu_clamped", "npu_clipped_swiglu", dict(interleaved=True)),
     "bias of the other model": ("swiglu_clamped", "npu_clipped_swiglu", dict(bias=1.0)),

@@ -28,6 +28,7 @@ __all__ = [
     "LatentCache",
     "PagedCache",
     "Segments",
+    "add_rms_norm",
     "expert_mlp",
     "find_device",
     "force_reference",
@@ -160,6 +161,7 @@ def _op(definition: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
 
 rms = _op(reference.rms)
 rms_norm = _op(reference.rms_norm)
+add_rms_norm = _op(reference.add_rms_norm)
 rms_norm_fp32_weight = _op(reference.rms_norm_fp32_weight)
 rms_norm_one_plus = _op(reference.rms_norm_one_plus)
 layer_norm = _op(reference.layer_norm)

@@ -32,6 +32,7 @@ from funcinfer.layers.primitives.reference import (
     check_gate,
     check_latent_rows,
     check_norm,
+    check_sum,
     check_tables,
     deinterleaved,
     indexer_scores,
@@ -40,6 +41,7 @@ from funcinfer.layers.primitives.reference import (
 )
 
 __all__ = [
+    "add_rms_norm",
     "expert_mlp",
     "gate_sigmoid",
     "gate_softmax",
@@ -100,6 +102,17 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     if choice("rms_norm", x, weight, eps=eps).form is None:
         return reference.rms_norm(x, weight, eps=eps)
     return _norm(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
+    """As `reference.add_rms_norm`; the op's third result is the sum. Without it, its two parts."""
+    check_sum("add_rms_norm", x, y)
+    check_norm("add_rms_norm", x, weight)
+    if choice("add_rms_norm", x, y, weight, eps=eps).form is None:
+        total = x + y
+        return rms_norm(total, weight, eps=eps), total
+    normed, _, total = torch.ops.npu.npu_add_rms_norm(x, y, weight, eps)
+    return normed, total
 
 
 def rms_norm_fp32_weight(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:

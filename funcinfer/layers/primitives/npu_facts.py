@@ -36,6 +36,11 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Facts:
     return facts | dict(same_dtype=_same(x, weight))
 
 
+def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, *, eps: float) -> Facts:
+    """Facts about `add_rms_norm`."""
+    return dict(tokens=_rows(x), dtype=dtype_of(x), same_dtype=_same(x, y, weight))
+
+
 def gated(gate: Tensor, up: Tensor, **settings: float) -> Facts:
     """Facts about the gated activations."""
     return dict(tokens=_rows(gate), dtype=dtype_of(gate), same_dtype=_same(gate, up))
@@ -259,6 +264,7 @@ FACTS: Mapping[str, Callable[..., Facts]] = MappingProxyType(
     {
         "rms": rms,
         "rms_norm": rms_norm,
+        "add_rms_norm": add_rms_norm,
         "rms_norm_fp32_weight": rms_norm,
         "rms_norm_one_plus": rms_norm,
         "layer_norm": nothing,

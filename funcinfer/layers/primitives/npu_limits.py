@@ -60,6 +60,7 @@ FORMS: Mapping[str, tuple[Form, ...]] = MappingProxyType(
     {
         "rms": (Form("norm", "npu_rms_norm", NORM),),
         "rms_norm": (Form("norm", "npu_rms_norm", (*NORM, one_of("weight_dtype", *FLOATS))),),
+        "add_rms_norm": (Form("sum", "npu_add_rms_norm", (*NORM, SAME_DTYPE)),),
         "rms_norm_fp32_weight": (
             Form("norm", "npu_rms_norm", (*NORM, one_of("weight_dtype", *FLOATS))),
         ),
@@ -98,24 +99,6 @@ FORMS: Mapping[str, tuple[Form, ...]] = MappingProxyType(
                     between("spare_pages", 0),
                 ),
                 A2_A3,
-            ),
-        ),
-        "mla_prolog": (
-            Form(
-                "whole",
-                "npu_mla_prolog_v3",
-                (
-                    TOKENS,
-                    one_of("dtype", "bfloat16"),
-                    SAME_DTYPE,
-                    one_of("embed", *range(1024, 8193, 1024), 7680),
-                    one_of("q_lora", 1536, 2048),
-                    HEADS,
-                    one_of("nope_dim", 128, 192),
-                    one_of("latent", 512),
-                    one_of("rope_dim", 64),
-                    PAGES,
-                ),
             ),
         ),
         "write_rows": (
@@ -266,8 +249,8 @@ FORMS: Mapping[str, tuple[Form, ...]] = MappingProxyType(
 # What stands in where no form fits, other than the reference's own code.
 COMPOSED = MappingProxyType(
     {
+        "add_rms_norm": "a sum and rms_norm",
         "norm_rotate_write": "rms_norm, rotate_deinterleaved and write_kv",
-        "mla_prolog": "linear, rms_norm, rotate_deinterleaved and norm_rotate_write",
         "layer_norm": "torch.nn.functional.layer_norm in float32",
         "linear": "torch.nn.functional.linear",
     }

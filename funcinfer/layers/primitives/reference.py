@@ -33,6 +33,7 @@ from funcinfer.layers.primitives.reference_mla import (
 from funcinfer.layers.primitives.reference_moe import expert_mlp
 
 __all__ = [
+    "add_rms_norm",
     "expert_mlp",
     "gate_sigmoid",
     "gate_softmax",
@@ -124,6 +125,32 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     """
     check_norm("rms_norm", x, weight)
     return (rms(x, eps=eps) * weight).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
+    """A residual sum and its norm: (`rms_norm` of x + y, x + y).
+
+    x, y: [..., D] of one dtype, weight: [D]. The sum is rounded to x's dtype, and the norm is that
+    of the rounded sum, as where the two are apart. Both results are [..., D] in x's dtype.
+    ValueError if x and y differ in shape or dtype, or the weight is not [D].
+
+    >>> x, y = torch.tensor([[2.0, 1.0]]), torch.tensor([[1.0, 2.0]])
+    >>> add_rms_norm(x, y, torch.tensor([1.0, 2.0]), eps=0.0)
+    (tensor([[1., 2.]]), tensor([[3., 3.]]))
+    """
+    check_sum("add_rms_norm", x, y)
+    check_norm("add_rms_norm", x, weight)
+    total = x + y
+    return rms_norm(total, weight, eps=eps), total
+
+
+def check_sum(name: str, x: Tensor, y: Tensor) -> None:
+    """ValueError where two terms differ in shape or dtype."""
+    if x.shape != y.shape or x.dtype != y.dtype:
+        raise ValueError(
+            f"{name}: x is {x.dtype} {tuple(x.shape)} and y {y.dtype} {tuple(y.shape)}; "
+            "they must have one shape and dtype"
+        )
 
 
 def rms_norm_fp32_weight(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
