@@ -84,12 +84,18 @@ def test_every_mesh_writes_the_same(mesh, expert_parallel, prompts, plain):
     assert metrics.accepted >= 0.75 * metrics.drafted > 0
 
 
-@pytest.mark.parametrize("verifier", [None, verify.BLOCK], ids=["match", "block"])
-def test_drafts_at_temperature_1_keep_the_law(verifier, model, prompts):
+def test_drafts_at_temperature_1_change_no_token(model, prompts):
+    params = SamplingParams(max_tokens=24, temperature=1.0, seed=11, ignore_eos=True)
+    tokens, metrics = serve(model, prompts[:16], params, speculate=2, asynchronous=True)
+    assert tokens == serve(model, prompts[:16], params)[0]
+    assert metrics.accepted > 0.2 * metrics.drafted > 0
+
+
+def test_drawn_drafts_keep_the_law(model, prompts):
     """2,000 draws of the first two tokens, which drafts may bring, against their exact law."""
     prompt, count = prompts[7], 2000
-    engine = Engine(model, num_pages=900, speculate=2, max_running=128, verifier=verifier)
-    params = [SamplingParams(max_tokens=4, temperature=1.0, seed=s) for s in range(count)]
+    engine = Engine(model, num_pages=900, speculate=2, max_running=256, verifier=verify.BLOCK)
+    params = [SamplingParams(max_tokens=3, temperature=1.0, seed=s) for s in range(count)]
     ids = [engine.add(prompt, p) for p in params]
     done = [engine.live[i] for i in ids]
     while engine.live:

@@ -290,33 +290,25 @@ def test_a_path_inside_is_allowed():
 
 
 IMPORT_SCRIPT = """
-import json, sys, threading, time
+import json, sys, threading
 import torch
 def state():
     return [str(torch.get_default_dtype()), torch.is_grad_enabled(), torch.get_num_threads(),
             torch.random.get_rng_state().sum().item(), torch.cuda.is_initialized(),
             threading.active_count()]
-before, start = state(), time.perf_counter()
+before = state()
 import funcinfer
-seconds = time.perf_counter() - start
-print(json.dumps({"seconds": seconds, "modules": list(sys.modules), "same": before == state()}))
+print(json.dumps({"modules": list(sys.modules), "same": before == state()}))
 """
 
 
-def import_once() -> dict:
-    """Import funcinfer in a fresh interpreter: the seconds beyond torch, the modules it loaded."""
+def test_importing_funcinfer_loads_and_changes_nothing_else():
+    """In a fresh interpreter."""
     done = subprocess.run(
         [sys.executable, "-c", IMPORT_SCRIPT], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-def test_importing_funcinfer_is_quick_and_does_nothing_else():
-    seconds = []
-    while not seconds or (min(seconds) >= 1.5 and len(seconds) < 3):
-        found = import_once()
-        seconds.append(found["seconds"])
-    assert min(seconds) < 1.5, f"import funcinfer took {seconds} seconds beyond torch"
-    assert {"transformers", "tokenizers", "torch_npu", "funcinfer.cli"}.isdisjoint(found["modules"])
+    found = json.loads(done.stdout)
+    heavy = {"transformers", "tokenizers", "jinja2", "matplotlib", "torch_npu", "funcinfer.cli"}
+    assert heavy.isdisjoint(found["modules"])
     assert found["same"], "importing funcinfer changed torch's global state"
