@@ -165,17 +165,8 @@ def mla_absorbed(
     """`mla` over the latents themselves: no position is expanded."""
     cache = _write(p, x_TD, cache, step, rules=rules, cfg=cfg)
     q_TNH, q_pe_TNE = _queries(p, _query_latent(p, x_TD, rules=rules, cfg=cfg), step, cfg=cfg)
-    kernel = partial(
-        ops.paged_mla_attention,
-        cache=cache,
-        page_table_RM=step.page_table,
-        rows_T=step.rows,
-        lo_T=step.lo,
-        hi_T=step.hi,
-        scale=cfg.scale,
-        segments=step.segments,
-    )
-    return _attend_absorbed(p, q_TNH, q_pe_TNE, kernel, rules=rules), cache
+    q_TNC, kernel = _absorb(p, q_TNH), latent_kernel(cache, step, cfg=cfg)
+    return attend_latents(p, q_TNC, q_pe_TNE, kernel, rules=rules), cache
 
 
 def mla_expanded(
@@ -331,20 +322,38 @@ def _attend_selected(
         scale=cfg.scale,
         with_lse=axis_size(rules["page_tokens"]) > 1,
     )
-    return _attend_absorbed(p, q_TNH, q_pe_TNE, kernel, rules=rules)
+    return attend_latents(p, _absorb(p, q_TNH), q_pe_TNE, kernel, rules=rules)
 
 
-def _attend_absorbed(
-    p: Params, q_TNH: torch.Tensor, q_pe_TNE: torch.Tensor, kernel: Kernel, *, rules: Rules
+def _absorb(p: Params, q_TNH: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("tnh,nhc->tnc", q_TNH, p["w_uk"])
+
+
+def latent_kernel(cache: LatentKV, step: Step, *, cfg: MLAConfig) -> Kernel:
+    """Dense attention of this step over the latents, for `attend_latents`."""
+    return partial(
+        ops.paged_mla_attention,
+        cache=cache,
+        page_table_RM=step.page_table,
+        rows_T=step.rows,
+        lo_T=step.lo,
+        hi_T=step.hi,
+        scale=cfg.scale,
+        segments=step.segments,
+    )
+
+
+def attend_latents(
+    p: Params, q_TNC: torch.Tensor, q_pe_TNE: torch.Tensor, kernel: Kernel, *, rules: Rules
 ) -> torch.Tensor:
-    """`kernel(q . w_uk, q_pe) -> (u, lse)` over this rank's latents, merged, then w_uv and wo.
+    """`kernel(q, q_pe) -> (u, lse)` over this rank's latents, merged, then w_uv and wo; from
+    q_tokens to the residual_tokens layout.
 
-    lse may be None where nothing is to be merged.
+    `q` has w_uk absorbed. lse may be None where nothing is to be merged.
     """
     dealt = rules["page_tokens"]
     full = P(rules["q_tokens"], rules["heads"], None)
     whole = P(*(drop(axis, dealt) for axis in full))
-    q_TNC = torch.einsum("tnh,nhc->tnc", q_TNH, p["w_uk"])
     q_TNW = reshard(torch.cat([q_TNC, q_pe_TNE], -1), full, whole)
     u_TNC, lse_TN = kernel(*q_TNW.split([q_TNC.shape[2], q_pe_TNE.shape[2]], -1))
     if lse_TN is not None:

@@ -120,6 +120,24 @@ def narrow_latent_rows(draw: Draw) -> Call:
     return Call("norm_rotate_write", "npu_scatter_pa_kv_cache", args, dict(eps=1e-5))
 
 
+def prolog(draw: Draw) -> Call:
+    """The tables are of half precision already: the op rounds them, and the reference doesn't."""
+    embed, q_lora, N, H, C, E, T = 1024, 1536, 2, 128, 512, 64, 5
+    slots = torch.tensor([PAGE, 3 * PAGE + 5, 0, 2 * PAGE - 1, 0], dtype=torch.int32)
+    tables = [t.bfloat16().float() for t in draw.rotary(T, E // 2)]
+    caches = [torch.zeros(4, PAGE, width, dtype=draw.dtype) for width in (C, E)]
+    weights = SimpleNamespace(
+        dq=draw.normal(embed, q_lora, scale=embed**-0.5),
+        q_norm=draw.normal(q_lora),
+        uq_qr=draw.normal(q_lora, N * (H + E), scale=q_lora**-0.5),
+        uk=draw.normal(N, H, C, scale=H**-0.5),
+        dkv_kr=draw.normal(embed, C + E, scale=embed**-0.5),
+        kv_norm=draw.normal(C),
+    )
+    args = (draw.normal(T, embed), weights, *tables, *caches, slots)
+    return Call("mla_prolog", "npu_mla_prolog_v3", args, dict(eps=1e-5))
+
+
 def write_rows(draw: Draw) -> Call:
     pages, new = torch.zeros(4, PAGE, 24, dtype=draw.dtype), draw.normal(3, 24)
     slots = torch.tensor([PAGE, 3 * PAGE + 5, 0], dtype=torch.int32)
@@ -291,6 +309,7 @@ CASES: dict[str, Callable[[Draw], Call]] = {
     "deinterleaved, no heads": partial(pairs_of_64, heads=None),
     "latent rows": latent_rows,
     "latent rows, narrow": narrow_latent_rows,
+    "prolog": prolog,
     "merge_lse": merge,
     "gate_softmax": partial(gate, primitive="gate_softmax"),
     "gate_softmax, groups": partial(gate, primitive="gate_softmax", groups=4, keep=2),
@@ -332,3 +351,5 @@ HALF_ONLY = {
     "npu_interleave_rope",
     "npu_kv_rmsnorm_rope_cache",
 }
+# And these have no float16 either: some of their results are bfloat16 whatever the arguments are.
+BFLOAT16_ONLY = {"npu_mla_prolog_v3"}

@@ -20,6 +20,7 @@ from funcinfer.layers.primitives.npu_layout import fractal_weights
 from funcinfer.layers.primitives.reference_attention import PagedCache
 from funcinfer.layers.primitives.reference_indexer import IndexCache
 from funcinfer.layers.primitives.reference_mla import LatentCache
+from funcinfer.layers.primitives.reference_prolog import PrologWeights
 from funcinfer.layers.primitives.segments import Segments
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "IndexCache",
     "LatentCache",
     "PagedCache",
+    "PrologWeights",
     "Segments",
     "add_rms_norm",
     "expert_mlp",
@@ -41,6 +43,7 @@ __all__ = [
     "lightning_indexer",
     "linear",
     "merge_lse",
+    "mla_prolog",
     "norm_rotate_write",
     "paged_attention",
     "paged_mla_attention",
@@ -173,6 +176,7 @@ rotate_half_split = _op(reference.rotate_half_split)
 rotate_interleaved = _op(reference.rotate_interleaved)
 rotate_deinterleaved = _op(reference.rotate_deinterleaved)
 norm_rotate_write = _op(reference.norm_rotate_write)
+mla_prolog = _op(reference.mla_prolog)
 paged_attention = _op(reference.paged_attention)
 merge_lse = _op(reference.merge_lse)
 paged_mla_attention = _op(reference.paged_mla_attention)

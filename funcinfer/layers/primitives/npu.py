@@ -23,6 +23,7 @@ from funcinfer.layers.primitives.npu_attention import merge_lse, paged_attention
 from funcinfer.layers.primitives.npu_cache import write_kv, write_latents, write_rows
 from funcinfer.layers.primitives.npu_device import choice
 from funcinfer.layers.primitives.npu_mla import (
+    fused_prolog,
     lightning_indexer,
     paged_mla_attention,
     sparse_mla_attention,
@@ -39,6 +40,12 @@ from funcinfer.layers.primitives.reference import (
     linear,
     select_top,
 )
+from funcinfer.layers.primitives.reference_prolog import (
+    Parts,
+    PrologWeights,
+    check_prolog,
+    compose_prolog,
+)
 
 __all__ = [
     "add_rms_norm",
@@ -51,6 +58,7 @@ __all__ = [
     "linear",
     "load_torch_npu",
     "merge_lse",
+    "mla_prolog",
     "norm_rotate_write",
     "paged_attention",
     "paged_mla_attention",
@@ -220,6 +228,26 @@ def norm_rotate_write(
     ckv_TC = rms_norm(kv_TC, weight_C, eps=eps)
     kpe_TE = rotate_deinterleaved(kpe_TE, cos_TC, sin_TC)
     return write_kv(ckv_pages, kpe_pages, ckv_TC, kpe_TE, slots_T)
+
+
+def mla_prolog(
+    x_TD: Tensor,
+    weights: PrologWeights,
+    cos_TC: Tensor,
+    sin_TC: Tensor,
+    ckv_pages: Tensor,
+    kpe_pages: Tensor,
+    slots_T: Tensor,
+    *,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `reference.mla_prolog`; without its op, by the ops of its parts."""
+    tables, pages = (cos_TC, sin_TC), (ckv_pages, kpe_pages)
+    check_prolog(x_TD, weights, tables, kpe_pages)
+    if choice("mla_prolog", x_TD, weights, *tables, *pages, slots_T, eps=eps).form is not None:
+        return fused_prolog(x_TD, weights, tables, pages, slots_T, eps)
+    parts = Parts(linear, rms_norm, rotate_deinterleaved, norm_rotate_write)
+    return compose_prolog(parts, x_TD, weights, tables, pages, slots_T, eps)
 
 
 def halves(gate: Tensor, up: Tensor) -> Tensor:

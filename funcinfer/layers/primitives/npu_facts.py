@@ -76,6 +76,33 @@ def norm_rotate_write(
     )
 
 
+def mla_prolog(
+    x_TD: Tensor,
+    weights: Any,
+    cos_TC: Tensor,
+    sin_TC: Tensor,
+    ckv_pages: Tensor,
+    kpe_pages: Tensor,
+    slots_T: Tensor,
+    *,
+    eps: float,
+) -> Facts:
+    """Facts about `mla_prolog`."""
+    (D, Q), (N, H, C) = weights.dq.shape, weights.uk.shape
+    return dict(
+        tokens=x_TD.shape[0],
+        dtype=dtype_of(x_TD),
+        same_dtype=_same(x_TD, *vars(weights).values(), ckv_pages, kpe_pages),
+        embed=D,
+        q_lora=Q,
+        heads=N,
+        nope_dim=H,
+        latent=C,
+        rope_dim=kpe_pages.shape[2],
+        page_size=ckv_pages.shape[1],
+    )
+
+
 def write_rows(pages: Tensor, new: Tensor, slots_T: Tensor) -> Facts:
     """Facts about `write_rows`."""
     return dict(tokens=slots_T.shape[0], dtype=dtype_of(pages))
@@ -276,6 +303,7 @@ FACTS: Mapping[str, Callable[..., Facts]] = MappingProxyType(
         "rotate_interleaved": rotate,
         "rotate_deinterleaved": rotate,
         "norm_rotate_write": norm_rotate_write,
+        "mla_prolog": mla_prolog,
         "write_rows": write_rows,
         "write_kv": write_kv,
         "paged_attention": paged_attention,

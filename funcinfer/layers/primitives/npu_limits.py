@@ -101,6 +101,24 @@ FORMS: Mapping[str, tuple[Form, ...]] = MappingProxyType(
                 A2_A3,
             ),
         ),
+        "mla_prolog": (
+            Form(
+                "whole",
+                "npu_mla_prolog_v3",
+                (
+                    TOKENS,
+                    one_of("dtype", "bfloat16"),
+                    SAME_DTYPE,
+                    one_of("embed", *range(1024, 8193, 1024), 7680),
+                    one_of("q_lora", 1536, 2048),
+                    HEADS,
+                    one_of("nope_dim", 128, 192),
+                    one_of("latent", 512),
+                    one_of("rope_dim", 64),
+                    PAGES,
+                ),
+            ),
+        ),
         "write_rows": (
             Form("scatter", "npu_scatter_nd_update_", (TOKENS, one_of("dtype", *FLOATS))),
         ),
@@ -251,6 +269,7 @@ COMPOSED = MappingProxyType(
     {
         "add_rms_norm": "a sum and rms_norm",
         "norm_rotate_write": "rms_norm, rotate_deinterleaved and write_kv",
+        "mla_prolog": "linear, rms_norm, rotate_deinterleaved and norm_rotate_write",
         "layer_norm": "torch.nn.functional.layer_norm in float32",
         "linear": "torch.nn.functional.linear",
     }

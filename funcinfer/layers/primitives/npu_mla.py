@@ -4,10 +4,11 @@
                             value are both the latent, all heads share one
     sparse_mla_attention    npu_sparse_flash_attention, its absorbed mode; no LSE over pages
     lightning_indexer       npu_lightning_indexer
+    mla_prolog              npu_mla_prolog_v3 over caches of PA_BSND, with their one head
 
-The last two take lengths from the device. In sparse attention each token goes in as a request of
-its own, which costs nothing: it reads its own keys anyway. So do tokens in the indexer where there
-are no segments, or single ones; runs of several read their keys once.
+Sparse attention and the indexer take lengths from the device. In sparse attention each token goes
+in as a request of its own, which costs nothing: it reads its own keys anyway. So do tokens in the
+indexer where there are no segments, or single ones; runs of several read their keys once.
 
 Legend: T tokens, R requests, M pages a request, N heads, C latent width, E rotated width, I indexer
 heads, H indexer width, K selected positions.
@@ -32,6 +33,7 @@ from funcinfer.layers.primitives.reference_mla import (
     check_latents,
     check_selected,
 )
+from funcinfer.layers.primitives.reference_prolog import PrologWeights
 from funcinfer.layers.primitives.segments import Segments
 from funcinfer.layers.primitives.tiles import check_tokens
 
@@ -146,6 +148,39 @@ def lightning_indexer(
         **_device_lengths(page_table_RM, rows_T, hi_T, segments),
     )
     return chosen_T1K[:, 0].masked_fill((hi_T <= 0)[:, None], -1)
+
+
+def fused_prolog(
+    x_TD: Tensor,
+    weights: PrologWeights,
+    tables: tuple[Tensor, Tensor],
+    pages: tuple[Tensor, Tensor],
+    slots_T: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The fused form of `mla_prolog`. What repeated slots hold is undefined: the scratch row is
+    emptied after it.
+    """
+    cos, sin = (torch.cat([t, t], -1).to(x_TD.dtype) for t in tables)
+    u_TNC, q_pe_TNE, *_ = torch.ops.npu.npu_mla_prolog_v3(
+        x_TD.contiguous(),
+        weights.dq,
+        weights.uq_qr,
+        weights.uk.contiguous(),
+        weights.dkv_kr,
+        weights.q_norm,
+        weights.kv_norm,
+        sin,
+        cos,
+        *(x[:, :, None] for x in pages),
+        cache_index=slots_T.long(),
+        rmsnorm_epsilon_cq=eps,
+        rmsnorm_epsilon_ckv=eps,
+        cache_mode="PA_BSND",
+    )
+    for x in pages:
+        x[0, 0].zero_()
+    return u_TNC, q_pe_TNE, *pages
 
 
 def _device_lengths(

@@ -10,7 +10,7 @@
 float64 stays float64. Results have the input's dtype. Attention is in `reference_attention`,
 the experts' MLPs are in `reference_moe`, latent attention in `reference_mla`, its indexer in
 `reference_indexer`, writes of caches in `reference_cache`,
-gates of experts in `reference_gates`.
+gates of experts in `reference_gates`, what comes before latent attention in `reference_prolog`.
 
 Legend: T tokens, D model dim, F mlp width, N heads, H head dim, C rotated pairs (rotary dim / 2).
 """
@@ -31,6 +31,12 @@ from funcinfer.layers.primitives.reference_mla import (
     sparse_mla_attention,
 )
 from funcinfer.layers.primitives.reference_moe import expert_mlp
+from funcinfer.layers.primitives.reference_prolog import (
+    Parts,
+    PrologWeights,
+    check_prolog,
+    compose_prolog,
+)
 
 __all__ = [
     "add_rms_norm",
@@ -42,6 +48,7 @@ __all__ = [
     "lightning_indexer",
     "linear",
     "merge_lse",
+    "mla_prolog",
     "norm_rotate_write",
     "paged_attention",
     "paged_mla_attention",
@@ -349,6 +356,28 @@ def norm_rotate_write(
     ckv_TC = rms_norm(kv_TC, weight_C, eps=eps)
     kpe_TE = rotate_deinterleaved(kpe_TE, cos_TC, sin_TC)
     return write_kv(ckv_pages, kpe_pages, ckv_TC, kpe_TE, slots_T)
+
+
+def mla_prolog(
+    x_TD: Tensor,
+    weights: PrologWeights,
+    cos_TC: Tensor,
+    sin_TC: Tensor,
+    ckv_pages: Tensor,
+    kpe_pages: Tensor,
+    slots_T: Tensor,
+    *,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """All before absorbed latent attention: (u [T, N, C], q_pe [T, N, E], and both pages).
+
+    Queries come with the key up-projection absorbed and rotated (`rotate_deinterleaved`), new rows
+    are written as by `norm_rotate_write`. ValueError where shapes don't fit together.
+    """
+    tables, pages = (cos_TC, sin_TC), (ckv_pages, kpe_pages)
+    check_prolog(x_TD, weights, tables, kpe_pages)
+    parts = Parts(linear, rms_norm, rotate_deinterleaved, norm_rotate_write)
+    return compose_prolog(parts, x_TD, weights, tables, pages, slots_T, eps)
 
 
 def check_latent_rows(

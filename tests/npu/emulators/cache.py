@@ -27,6 +27,12 @@ def _slots(name: str, slots: Tensor, count: int) -> None:
     require(inside, f"{name}: slots in 0 ... {count - 1}")
 
 
+def write_slots(name: str, cache: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """Rows [T, ...] at their slots of a cache [blocks, block size, ...]; slots are in range."""
+    _slots(name, slots, cache.shape[0] * cache.shape[1])
+    _write(cache, slots, rows)
+
+
 @emulator
 def npu_scatter_pa_kv_cache(
     key: Tensor,

@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 
 from tests.npu.emulators.attention import from_sums, pages
+from tests.npu.emulators.cache import write_slots
+from tests.npu.emulators.norms import normalised
+from tests.npu.emulators.rope import apart, rotated
 from tests.npu.emulators.rules import HALF, dense, dtypes, emulator, nothing, require
 
 
@@ -194,3 +197,66 @@ def npu_transpose_batchmatmul(
     w = weight.permute(perm_x2 or [0, 1, 2])
     y = torch.bmm(x.float(), w.float()).permute(perm_y or [1, 0, 2])
     return y.contiguous().to(input.dtype)
+
+
+@emulator
+def npu_mla_prolog_v3(
+    token_x: Tensor,
+    weight_dq: Tensor,
+    weight_uq_qr: Tensor,
+    weight_uk: Tensor,
+    weight_dkv_kr: Tensor,
+    rmsnorm_gamma_cq: Tensor,
+    rmsnorm_gamma_ckv: Tensor,
+    rope_sin: Tensor,
+    rope_cos: Tensor,
+    kv_cache: Tensor,
+    kr_cache: Tensor,
+    cache_index: Tensor | None,
+    rmsnorm_epsilon_cq: float,
+    rmsnorm_epsilon_ckv: float,
+    cache_mode: str,
+    query_norm_flag: bool,
+    qc_qr_scale: float,
+    kc_scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(q . uk, rotated q, -, query latent, -) of tokens [T, He] without quantisation; both caches
+    are written. A head's columns of `weight_uq_qr` are D to be absorbed, then Dr to be rotated.
+    """
+    name = "npu_mla_prolog_v3"
+    weights = weight_dq, weight_uq_qr, weight_uk, weight_dkv_kr
+    norms = rmsnorm_gamma_cq, rmsnorm_gamma_ckv
+    given = (token_x, *weights, *norms, rope_sin, rope_cos, kv_cache, kr_cache)
+    dtypes(name, (torch.bfloat16,), *given)
+    dense(name, *given, cache_index)
+    require(token_x.ndim == 2, f"the emulator of {name} knows [T, He]")
+    require(cache_mode == "PA_BSND", f"the emulator of {name} knows PA_BSND, not {cache_mode!r}")
+    require(cache_index is not None and cache_index.dtype == torch.int64, f"{name}: int64 index")
+    assert cache_index is not None
+    (T, He), Hcq, (N, D, C) = token_x.shape, weight_dq.shape[1], weight_uk.shape
+    Dr = rope_sin.shape[-1]
+    require(He in (*range(1024, 8193, 1024), 7680), f"{name}: He {He}")
+    require(Hcq in (1536, 2048) and D in (128, 192), f"{name}: Hcq {Hcq}, D {D}")
+    require(N & (N - 1) == 0 and N <= 128, f"{name}: N a power of 2 up to 128, not {N}")
+    require((C, Dr) == (512, 64), f"{name}: latents of 512 and 64, not {C} and {Dr}")
+    shapes = [tuple(x.shape) for x in (*weights, *norms, rope_sin, rope_cos, cache_index)]
+    wanted = [(He, Hcq), (Hcq, N * (D + Dr)), (N, D, C), (He, C + Dr), (Hcq,), (C,)]
+    wanted += [(T, Dr), (T, Dr), (T,)]
+    require(shapes == wanted, f"{name}: shapes {shapes}, not {wanted}")
+    blocks, size = kv_cache.shape[:2]
+    require(size % 16 == 0 and 16 <= size <= 1024, f"{name}: block size {size}")
+    require(kv_cache.shape[2:] == (1, C), f"{name}: kv_cache [blocks, size, 1, {C}]")
+    require(kr_cache.shape == (blocks, size, 1, Dr), f"{name}: kr_cache [blocks, size, 1, {Dr}]")
+    x, sin, cos = token_x.float(), rope_sin, rope_cos
+    latent, _ = normalised(x @ weight_dq.float(), rmsnorm_gamma_cq, rmsnorm_epsilon_cq)
+    latent = latent * qc_qr_scale
+    q = (latent @ weight_uq_qr.float()).unflatten(1, (N, D + Dr))
+    query = torch.einsum("tnd,ndc->tnc", q[..., :D], weight_uk.float())
+    turned = rotated(apart(q[..., D:]), cos[:, None], sin[:, None])
+    kv = x @ weight_dkv_kr.float()
+    rows, _ = normalised(kv[:, :C], rmsnorm_gamma_ckv, rmsnorm_epsilon_ckv)
+    write_slots(name, kv_cache[:, :, 0], cache_index, rows * kc_scale)
+    write_slots(name, kr_cache[:, :, 0], cache_index, rotated(apart(kv[:, C:]), cos, sin))
+    half = token_x.dtype
+    normed = latent.to(half) if query_norm_flag else nothing(half)
+    return query.to(half), turned.to(half), nothing(), normed, nothing()
