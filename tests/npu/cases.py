@@ -281,6 +281,22 @@ def experts(draw: Draw, *, wide_weights: bool = False, ids: str = "some") -> Cal
     return Call("expert_mlp", "npu_grouped_matmul", args, dict(activation=ops.swiglu))
 
 
+def rows_to_quantise(draw: Draw) -> Call:
+    """A row of zeros, one that is tiny, and one that is large."""
+    x = draw.normal(5, 3, 40, scale=3.0)
+    x[1, 2], x[0, 1], x[2, 0] = 0, x[0, 1] * 1e-30, x[2, 0] * 1e30
+    return Call("dynamic_quant", "npu_dynamic_quant", (x,))
+
+
+def quantised(draw: Draw, *, bias: torch.dtype | None, op: str | None) -> Call:
+    x, w = draw.whole(256, 5, 3, 40) - 128, draw.whole(256, 24, 40) - 128
+    scales = [
+        (draw.normal(*shape, dtype=torch.float32).abs() + 0.1) / 99 for shape in [(5, 3), (24,)]
+    ]
+    settings = dict(dtype=draw.dtype, bias=None if bias is None else draw.normal(24, dtype=bias))
+    return Call("quant_linear", op, (x.to(torch.int8), w.to(torch.int8), *scales), settings)
+
+
 FIA = "npu_fused_infer_attention_score_v2"
 CASES: dict[str, Callable[[Draw], Call]] = {
     "rms": partial(norm, primitive="rms", op="npu_rms_norm", weight=False),
@@ -339,6 +355,11 @@ CASES: dict[str, Callable[[Draw], Call]] = {
     "indexer, decode": partial(indexer, of=SINGLE, hint=True),
     "scores": scores,
     "top": top,
+    "quantised rows": rows_to_quantise,
+    "quantised": partial(quantised, bias=None, op="npu_quant_matmul"),
+    "quantised, bias": partial(quantised, bias=torch.bfloat16, op="npu_quant_matmul"),
+    "quantised, wide bias": partial(quantised, bias=torch.float32, op="npu_quant_matmul"),
+    "quantised, float64 bias": partial(quantised, bias=torch.float64, op=None),
     "experts": experts,
     "experts, wide weights": partial(experts, wide_weights=True),
     "experts, no choice": partial(experts, ids="none"),
@@ -350,6 +371,8 @@ HALF_ONLY = {
     "npu_lightning_indexer",
     "npu_interleave_rope",
     "npu_kv_rmsnorm_rope_cache",
+    "npu_dynamic_quant",
+    "npu_quant_matmul",
 }
 # And these have no float16 either: some of their results are bfloat16 whatever the arguments are.
 BFLOAT16_ONLY = {"npu_mla_prolog_v3"}

@@ -111,7 +111,7 @@ def test_ops_of_half_precision_in_float32(name: str, recorder: Recorder, monkeyp
     """The same arguments without rounding, where mistakes can't hide behind a tolerance."""
     half, wide = CASES[name](Draw(torch.bfloat16)), CASES[name](Draw(torch.float32))
     chosen = npu_choice(half)
-    for module in ("npu", "npu_attention", "npu_mla"):
+    for module in ("npu", "npu_attention", "npu_mla", "npu_quant"):
         monkeypatch.setattr(f"funcinfer.layers.primitives.{module}.choice", lambda *a, **k: chosen)
     with rules.any_dtype():
         found = run(wide, npu)
@@ -175,6 +175,25 @@ MUTATIONS: dict[str, tuple[str, str, Changes]] = {
         dict(x2=lambda a: a["x2"].flip(0)),
     ),
     "another eps": ("add_rms_norm", "npu_add_rms_norm", dict(epsilon=1e-1)),
+    "scales of columns": (
+        "quantised rows",
+        "npu_dynamic_quant",
+        dict(smooth_scales=lambda a: a["input"][0].abs() + 0.5),
+    ),
+    "no scales of rows": ("quantised", "npu_quant_matmul", dict(pertoken_scale=None)),
+    "scales of other rows": (
+        "quantised",
+        "npu_quant_matmul",
+        dict(pertoken_scale=lambda a: a["pertoken_scale"].flip(0)),
+    ),
+    "one scale of all": (
+        "quantised",
+        "npu_quant_matmul",
+        dict(scale=lambda a: a["scale"].amax().reshape(1)),
+    ),
+    "inverse scales": ("quantised", "npu_quant_matmul", dict(scale=lambda a: 1 / a["scale"])),
+    "whole numbers out": ("quantised", "npu_quant_matmul", dict(output_dtype=None)),
+    "no bias": ("quantised, bias", "npu_quant_matmul", dict(bias=None)),
     "pairs apart": ("half", "npu_rotary_mul", dict(rotary_mode="interleave")),
     "even and odd": ("swiglu_clamped", "npu_clipped_swiglu", dict(interleaved=True)),
     "bias of the other model": ("swiglu_clamped", "npu_clipped_swiglu", dict(bias=1.0)),

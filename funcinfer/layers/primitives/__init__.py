@@ -31,6 +31,7 @@ __all__ = [
     "PrologWeights",
     "Segments",
     "add_rms_norm",
+    "dynamic_quant",
     "expert_mlp",
     "find_device",
     "force_reference",
@@ -47,6 +48,7 @@ __all__ = [
     "norm_rotate_write",
     "paged_attention",
     "paged_mla_attention",
+    "quant_linear",
     "rms",
     "rms_norm",
     "rms_norm_fp32_weight",
@@ -169,6 +171,8 @@ rms_norm_fp32_weight = _op(reference.rms_norm_fp32_weight)
 rms_norm_one_plus = _op(reference.rms_norm_one_plus)
 layer_norm = _op(reference.layer_norm)
 linear = _op(reference.linear)
+dynamic_quant = _op(reference.dynamic_quant)
+quant_linear = _op(reference.quant_linear)
 swiglu = _op(reference.swiglu)
 swiglu_clamped = _op(reference.swiglu_clamped)
 swiglu_oai = _op(reference.swiglu_oai)

@@ -3,8 +3,9 @@
 Names, signatures, defaults and dtypes are those of `reference`; `npu_limits` says which op computes
 a primitive, and when it is composed of torch ops. Norms, activations and rotations are here,
 attention in `npu_attention`, latent attention and its indexer in `npu_mla`, experts in `npu_moe`,
-writes of caches in `npu_cache`. Ops are called as `torch.ops.npu.*`, which are there once torch_npu
-is imported: whoever has a tensor on an NPU has done that, `load_torch_npu` does it for others.
+writes of caches in `npu_cache`, products of eight-bit integers in `npu_quant`. Ops are called as
+`torch.ops.npu.*`, which are there once torch_npu is imported: whoever has a tensor on an NPU has
+done that, `load_torch_npu` does it for others.
 
 Half precision is computed in float32 inside the fused ops and rounded once. The reference rounds
 more often in `rms_norm` and in the rotations: results differ by a unit in the last place.
@@ -29,6 +30,7 @@ from funcinfer.layers.primitives.npu_mla import (
     sparse_mla_attention,
 )
 from funcinfer.layers.primitives.npu_moe import expert_mlp, gate_sigmoid, gate_softmax
+from funcinfer.layers.primitives.npu_quant import dynamic_quant, quant_linear
 from funcinfer.layers.primitives.reference import (
     check_gate,
     check_latent_rows,
@@ -49,6 +51,7 @@ from funcinfer.layers.primitives.reference_prolog import (
 
 __all__ = [
     "add_rms_norm",
+    "dynamic_quant",
     "expert_mlp",
     "gate_sigmoid",
     "gate_softmax",
@@ -62,6 +65,7 @@ __all__ = [
     "norm_rotate_write",
     "paged_attention",
     "paged_mla_attention",
+    "quant_linear",
     "rms",
     "rms_norm",
     "rms_norm_fp32_weight",

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from funcinfer.layers.primitives.segments import Segments
@@ -278,6 +279,31 @@ def combine_experts(
     return dict(tokens=ids_TK.numel(), dtype=dtype_of(x_TD), same_dtype=_same(x_TD, weights_TK))
 
 
+def dynamic_quant(x: Tensor) -> Facts:
+    """Facts about `dynamic_quant`."""
+    return dict(tokens=_rows(x), dtype=dtype_of(x))
+
+
+def quant_linear(
+    x_int8: Tensor,
+    w_int8: Tensor,
+    x_scale: Tensor,
+    w_scale: Tensor,
+    *,
+    bias: Tensor | None = None,
+    dtype: torch.dtype,
+) -> Facts:
+    """Facts about `quant_linear`."""
+    N, D = w_int8.shape
+    return dict(
+        tokens=x_scale.numel(),
+        dtype=str(dtype).removeprefix("torch."),
+        bias="none" if bias is None else dtype_of(bias),
+        embed=D,
+        width=N,
+    )
+
+
 def nothing(*args: Any, **settings: Any) -> Facts:
     """Facts about a primitive that no op computes."""
     return {}
@@ -316,6 +342,8 @@ FACTS: Mapping[str, Callable[..., Facts]] = MappingProxyType(
         "gate_softmax": gate,
         "gate_sigmoid": gate,
         "expert_mlp": expert_mlp,
+        "dynamic_quant": dynamic_quant,
+        "quant_linear": quant_linear,
         "expert_mlp.combine": combine_experts,
     }
 )

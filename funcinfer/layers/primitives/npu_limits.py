@@ -241,6 +241,23 @@ FORMS: Mapping[str, tuple[Form, ...]] = MappingProxyType(
                 A2_A3,
             ),
         ),
+        "dynamic_quant": (
+            Form("rows", "npu_dynamic_quant", (TOKENS, one_of("dtype", *HALVES)), A2_A3),
+        ),
+        "quant_linear": (
+            Form(
+                "scaled",
+                "npu_quant_matmul",
+                (
+                    TOKENS,
+                    one_of("dtype", *HALVES),
+                    one_of("bias", "none", *FLOATS),
+                    between("embed", 1, 65535),
+                    between("width", 1, 65535),
+                ),
+                A2_A3,
+            ),
+        ),
         "fractal": (
             Form(
                 "cast",

@@ -10,7 +10,8 @@
 float64 stays float64. Results have the input's dtype. Attention is in `reference_attention`,
 the experts' MLPs are in `reference_moe`, latent attention in `reference_mla`, its indexer in
 `reference_indexer`, writes of caches in `reference_cache`,
-gates of experts in `reference_gates`, what comes before latent attention in `reference_prolog`.
+gates of experts in `reference_gates`, what comes before latent attention in `reference_prolog`,
+products of eight-bit integers in `reference_quant`.
 
 Legend: T tokens, D model dim, F mlp width, N heads, H head dim, C rotated pairs (rotary dim / 2).
 """
@@ -37,9 +38,11 @@ from funcinfer.layers.primitives.reference_prolog import (
     check_prolog,
     compose_prolog,
 )
+from funcinfer.layers.primitives.reference_quant import dynamic_quant, quant_linear
 
 __all__ = [
     "add_rms_norm",
+    "dynamic_quant",
     "expert_mlp",
     "gate_sigmoid",
     "gate_softmax",
@@ -52,6 +55,7 @@ __all__ = [
     "norm_rotate_write",
     "paged_attention",
     "paged_mla_attention",
+    "quant_linear",
     "rms",
     "rms_norm",
     "rms_norm_fp32_weight",

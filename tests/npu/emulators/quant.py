@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from tests.npu.emulators.moe import group_bounds
-from tests.npu.emulators.rules import HALF, dtypes, emulator, nothing, require
+from tests.npu.emulators.rules import FLOATS, HALF, dtypes, emulator, lifted, nothing, require
 
 
 def _per_row(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -20,7 +20,8 @@ def npu_dynamic_quant(
     input: Tensor, smooth_scales: Tensor | None, dst_type: int | None, quant_mode: str
 ) -> tuple[Tensor, Tensor]:
     name = "npu_dynamic_quant"
-    require(input.dtype in HALF and input.ndim > 1, f"{name}: half precision, 2 dims or more")
+    dtypes(name, HALF, input, smooth_scales)
+    require(input.ndim > 1, f"{name}: 2 dims or more")
     require(dst_type in (None, 1, torch.int8), f"the emulator of {name} knows int8")
     require(quant_mode == "pertoken", f"the emulator of {name} knows pertoken")
     x = input.float() if smooth_scales is None else input.float() * smooth_scales.float()
@@ -55,8 +56,15 @@ def npu_quant_matmul(
     name = "npu_quant_matmul"
     dtypes(name, (torch.int8,), x1, x2)
     require(x1.shape[-1] == x2.shape[-2], f"{name}: x1 [.., K] and x2 [K, N]")
+    require(max(x1.shape[-1], x2.shape[-1]) < 65536, f"{name}: last dims below 65536")
     require(scale.ndim == 1 and scale.shape[0] in (1, x2.shape[-1]), f"{name}: scale [1] or [N]")
     out_dtype = _dtype(output_dtype)
+    require(out_dtype not in FLOATS or out_dtype in HALF or lifted(), f"{name}: gives no float32")
+    if pertoken_scale is not None:
+        rows = (torch.float32, x1.shape[-2:-1])
+        require((pertoken_scale.dtype, pertoken_scale.shape) == rows, f"{name}: pertoken_scale [M]")
+        biases = (torch.int32, torch.bfloat16, torch.float32)
+        require(bias is None or bias.dtype in biases, f"{name}: no bias of {bias}")
     if out_dtype == torch.float16:
         require(pertoken_scale is not None, f"{name}: float16 takes a scale for each token")
     total = (x1.double() @ x2.double()).float()
@@ -75,7 +83,7 @@ def npu_quant_matmul(
 
 
 def _dtype(code: int | torch.dtype | None) -> torch.dtype:
-    names = {1: torch.int8, 3: torch.int32, 5: torch.float16, 15: torch.bfloat16}
+    names = {1: torch.int8, 3: torch.int32, 5: torch.float16, 6: torch.float32, 15: torch.bfloat16}
     return code if isinstance(code, torch.dtype) else names[code or 1]
 
 

@@ -52,6 +52,11 @@ def any_dtype() -> Iterator[None]:
         _Lifted.dtypes = False
 
 
+def lifted() -> bool:
+    """Whether `any_dtype` holds."""
+    return _Lifted.dtypes
+
+
 def dense(name: str, *tensors: torch.Tensor | None) -> None:
     """Require contiguous tensors."""
     for x in tensors:
