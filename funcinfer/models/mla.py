@@ -5,7 +5,7 @@ indexer selects what is attended to; their own files read a config.json into thi
 more.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from funcinfer.layers.mla import (
     sparse_mla,
     sparse_mla_specs,
 )
+from funcinfer.layers.mla_prolog import prolog_mla, prolog_specs, with_prolog
 from funcinfer.layers.mlp import mlp, mlp_specs
 from funcinfer.layers.rope import Rope, softmax_mscale
 from funcinfer.models import names
@@ -73,7 +74,29 @@ class Config:
 
 def decoder(cfg: Config) -> Decoder:
     """The decoder: `attn` and `mlp` in each layer."""
-    layers = tuple(_layer(cfg, i, i in cfg.index_layers) for i in range(cfg.num_layers))
+    return _decoder(cfg, attention_sublayer)
+
+
+def prolog_decoder(cfg: Config) -> Decoder:
+    """`decoder` with `prolog_mla` in each layer, for parameters of `with_prologs`. ValueError where
+    attention is sparse, or has no prolog.
+    """
+    return _decoder(cfg, prolog_sublayer)
+
+
+def with_prologs(params: Any) -> Any:
+    """Parameters of `decoder` as those of `prolog_decoder`: `with_prolog` of each attention. To be
+    done once, after loading.
+    """
+    if isinstance(params, dict):
+        if "wkv_a" in params:
+            return with_prolog(params)
+        return {name: with_prologs(x) for name, x in params.items()}
+    return [with_prologs(x) for x in params] if isinstance(params, list) else params
+
+
+def _decoder(cfg: Config, attention: Callable[[Config, bool], Sublayer]) -> Decoder:
+    layers = tuple(_layer(cfg, i, attention) for i in range(cfg.num_layers))
     return Decoder(
         vocab_size=cfg.vocab_size,
         embed_dim=cfg.embed_dim,
@@ -81,15 +104,21 @@ def decoder(cfg: Config) -> Decoder:
         norm_eps=cfg.norm_eps,
         rope=cfg.rope,
         tied_head=cfg.tied_head,
-        drafts=(Draft(_layer(cfg, cfg.num_layers - 1, True)),) * cfg.num_drafts,
+        drafts=(Draft(_layer(cfg, cfg.num_layers - 1, attention, True)),) * cfg.num_drafts,
     )
 
 
-def _layer(cfg: Config, index: int, selects: bool) -> Layer:
+def _layer(
+    cfg: Config,
+    index: int,
+    attention: Callable[[Config, bool], Sublayer],
+    selects: bool | None = None,
+) -> Layer:
+    selects = index in cfg.index_layers if selects is None else selects
     feed = pure(mlp, mlp_specs(cfg.embed_dim, cfg.mlp_dim))
     if cfg.experts is not None and index in cfg.expert_layers:
         feed = experts_sublayer(cfg.embed_dim, cfg.experts)
-    return Layer(dict(attn=attention_sublayer(cfg, selects), mlp=feed))
+    return Layer(dict(attn=attention(cfg, selects), mlp=feed))
 
 
 def attention_sublayer(cfg: Config, selects: bool) -> Sublayer:
@@ -112,6 +141,15 @@ def attention_sublayer(cfg: Config, selects: bool) -> Sublayer:
     apply = partial(sparse_mla, cfg=attention, index=index)
     specs = sparse_mla_specs(attention, index)
     return Sublayer(specs, apply, caches, gives={SELECTION: partial(no_selection, cfg=index)})
+
+
+def prolog_sublayer(cfg: Config, selects: bool) -> Sublayer:
+    """Dense latent attention by `prolog_mla`."""
+    if cfg.index is not None:
+        raise ValueError("attention is sparse: prolog_mla is dense attention; use decoder")
+    attention = cfg.attention
+    apply, kv_specs = partial(prolog_mla, cfg=attention), partial(mla_cache_specs, attention)
+    return cached(apply, prolog_specs(attention), kv_specs)
 
 
 def read_config(fields: HFConfig, config: Mapping[str, Any], **differences: Any) -> Config:
