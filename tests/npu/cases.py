@@ -297,6 +297,15 @@ def quantised(draw: Draw, *, bias: torch.dtype | None, op: str | None) -> Call:
     return Call("quant_linear", op, (x.to(torch.int8), w.to(torch.int8), *scales), settings)
 
 
+def quantised_experts(draw: Draw, *, embed: int = 16, op: str | None) -> Call:
+    """One expert has no rows, one row is zeros, and two rows are no expert's."""
+    x, w = draw.whole(256, 9, embed) - 128, draw.whole(256, 4, embed, 32) - 128
+    x[3] = 0
+    scales = [draw.normal(*s, dtype=torch.float32).abs() / 99 for s in [(9,), (4, 32)]]
+    args = (x.to(torch.int8), w.to(torch.int8), *scales, torch.tensor([2, 0, 4, 1]))
+    return Call("quant_expert_swiglu", op, args)
+
+
 FIA = "npu_fused_infer_attention_score_v2"
 CASES: dict[str, Callable[[Draw], Call]] = {
     "rms": partial(norm, primitive="rms", op="npu_rms_norm", weight=False),
@@ -355,6 +364,8 @@ CASES: dict[str, Callable[[Draw], Call]] = {
     "indexer, decode": partial(indexer, of=SINGLE, hint=True),
     "scores": scores,
     "top": top,
+    "quantised experts": partial(quantised_experts, op="npu_grouped_matmul_swiglu_quant_v2"),
+    "quantised experts, odd width": partial(quantised_experts, embed=20, op=None),
     "quantised rows": rows_to_quantise,
     "quantised": partial(quantised, bias=None, op="npu_quant_matmul"),
     "quantised, bias": partial(quantised, bias=torch.bfloat16, op="npu_quant_matmul"),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.npu.emulators.rules import Unsupported
 from tests.npu.simulator import Simulation
-from tests.npu.test_emulators import BF16, call, close, normal
+from tests.npu.test_emulators import BF16, call, close, normal, silu, whole
 
 T, K, E, H = 7, 3, 6, 5
 
@@ -245,3 +245,24 @@ def test_finalize_routing(npu: Simulation, mode: int):
 def test_what_the_documentation_forbids(npu: Simulation, op: Callable[[], Any], rule: str):
     with pytest.raises((Unsupported, RuntimeError), match=rule or "experts|range|only"):
         op()
+
+
+@pytest.mark.parametrize(("kind", "groups"), [(0, [1, 1, 4]), (1, [1, 0, 3])])
+def test_quantised_experts_take_sums_or_counts(npu: Simulation, kind: int, groups: list[int]):
+    """Row 0 is of expert 0, the next three of expert 2, the last of none."""
+    x, w = whole(5, 16, seed=0), whole(3, 16, 32, seed=1)
+    columns, rows = normal(3, 32).abs(), normal(5).abs() * 0.0005
+    args = x.npu(), [w.npu()], [columns.npu()], rows.npu(), torch.tensor(groups).npu()
+    q, scale = call.npu_grouped_matmul_swiglu_quant_v2(*args, group_list_type=kind)
+    for i, expert in enumerate((0, 2, 2, 2)):
+        h = [
+            sum(int(x[i, k]) * int(w[expert, k, j]) for k in range(16))
+            * columns[expert, j].item()
+            * rows[i].item()
+            for j in range(32)
+        ]
+        y = [silu(h[j]) * h[16 + j] for j in range(16)]
+        assert scale[i].item() == pytest.approx(max(map(abs, y)) / 127, rel=1e-4)
+        wanted = torch.tensor([round(v / scale[i].item()) for v in y])
+        assert (q[i].cpu() - wanted).abs().max() <= 1
+    assert scale[4].isnan()

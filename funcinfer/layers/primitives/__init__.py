@@ -48,6 +48,7 @@ __all__ = [
     "norm_rotate_write",
     "paged_attention",
     "paged_mla_attention",
+    "quant_expert_swiglu",
     "quant_linear",
     "rms",
     "rms_norm",
@@ -188,6 +189,7 @@ sparse_mla_attention = _op(reference.sparse_mla_attention)
 indexer_scores = _op(reference.indexer_scores)
 select_top = _op(reference.select_top)
 lightning_indexer = _op(reference.lightning_indexer)
+quant_expert_swiglu = _op(reference.quant_expert_swiglu)
 expert_mlp = _op(reference.expert_mlp)
 gate_softmax = _op(reference.gate_softmax)
 gate_sigmoid = _op(reference.gate_sigmoid)

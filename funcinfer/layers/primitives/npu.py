@@ -30,7 +30,11 @@ from funcinfer.layers.primitives.npu_mla import (
     sparse_mla_attention,
 )
 from funcinfer.layers.primitives.npu_moe import expert_mlp, gate_sigmoid, gate_softmax
-from funcinfer.layers.primitives.npu_quant import dynamic_quant, quant_linear
+from funcinfer.layers.primitives.npu_quant import (
+    dynamic_quant,
+    quant_expert_swiglu,
+    quant_linear,
+)
 from funcinfer.layers.primitives.reference import (
     check_gate,
     check_latent_rows,
@@ -65,6 +69,7 @@ __all__ = [
     "norm_rotate_write",
     "paged_attention",
     "paged_mla_attention",
+    "quant_expert_swiglu",
     "quant_linear",
     "rms",
     "rms_norm",

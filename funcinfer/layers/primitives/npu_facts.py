@@ -304,6 +304,16 @@ def quant_linear(
     )
 
 
+def quant_expert_swiglu(
+    x_MD: Tensor, w_EDG: Tensor, x_scale_M: Tensor, w_scale_EG: Tensor, counts_E: Tensor
+) -> Facts:
+    """Facts about `quant_expert_swiglu`."""
+    E, D, G = w_EDG.shape
+    return dict(
+        tokens=x_MD.shape[0], experts=E, embed=D, columns=G, scale_dtype=dtype_of(w_scale_EG)
+    )
+
+
 def nothing(*args: Any, **settings: Any) -> Facts:
     """Facts about a primitive that no op computes."""
     return {}
@@ -344,6 +354,7 @@ FACTS: Mapping[str, Callable[..., Facts]] = MappingProxyType(
         "expert_mlp": expert_mlp,
         "dynamic_quant": dynamic_quant,
         "quant_linear": quant_linear,
+        "quant_expert_swiglu": quant_expert_swiglu,
         "expert_mlp.combine": combine_experts,
     }
 )

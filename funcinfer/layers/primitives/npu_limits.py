@@ -258,6 +258,20 @@ FORMS: Mapping[str, tuple[Form, ...]] = MappingProxyType(
                 A2_A3,
             ),
         ),
+        "quant_expert_swiglu": (
+            Form(
+                "counts",
+                "npu_grouped_matmul_swiglu_quant_v2",
+                (
+                    TOKENS,
+                    between("experts", 1, 1024),
+                    between("embed", 16, 65535, step=16),
+                    between("columns", 32, 10240, step=32),
+                    one_of("scale_dtype", *FLOATS),
+                ),
+                A2_A3,
+            ),
+        ),
         "fractal": (
             Form(
                 "cast",

@@ -1,4 +1,5 @@
-"""Quantised products by torch_npu: npu_dynamic_quant and npu_quant_matmul.
+"""Quantised products by torch_npu: npu_dynamic_quant, npu_quant_matmul and, for experts,
+npu_grouped_matmul_swiglu_quant_v2.
 
 What the ops make of a row of zeros isn't documented (0 / 0). Such rows are replaced, whatever came.
 """
@@ -6,13 +7,17 @@ What the ops make of a row of zeros isn't documented (0 / 0). Such rows are repl
 import torch
 from torch import Tensor
 
-from funcinfer.layers.primitives import reference_quant
+from funcinfer.layers.primitives import reference_quant, reference_quant_moe
 from funcinfer.layers.primitives.npu_device import choice
+from funcinfer.layers.primitives.npu_layout import FRACTAL_NZ
+from funcinfer.layers.primitives.npu_moe import COUNTS
 from funcinfer.layers.primitives.reference_quant import (
+    SMALLEST_SCALE,
     check_floats,
     check_quant_linear,
     without_scale,
 )
+from funcinfer.layers.primitives.reference_quant_moe import check_quant_experts
 
 
 def dynamic_quant(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,3 +56,27 @@ def quant_linear(
         output_dtype=dtype,
     )
     return y.view(*x_int8.shape[:-1], len(w_scale))
+
+
+def quant_expert_swiglu(
+    x_MD: Tensor, w_EDG: Tensor, x_scale_M: Tensor, w_scale_EG: Tensor, counts_E: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `reference_quant_moe.quant_expert_swiglu`; the op takes weights in FRACTAL_NZ alone, and
+    the cast copies them where they aren't yet.
+    """
+    args = (x_MD, w_EDG, x_scale_M, w_scale_EG, counts_E)
+    check_quant_experts(*args)
+    if choice("quant_expert_swiglu", *args).form is None:
+        return reference_quant_moe.quant_expert_swiglu(*args)
+    q, scale = torch.ops.npu.npu_grouped_matmul_swiglu_quant_v2(
+        x_MD.contiguous(),
+        [torch.ops.npu.npu_format_cast(w_EDG.contiguous(), FRACTAL_NZ)],
+        [w_scale_EG],
+        x_scale_M.float(),
+        counts_E,
+        group_list_type=COUNTS,
+    )
+    undefined = torch.arange(len(q), device=q.device) >= counts_E.sum()
+    # Not below: a scale of zeros may be NaN. But one that is NaN because x's is stays so.
+    empty = ~(scale >= SMALLEST_SCALE) & ~x_scale_M.isnan() | undefined
+    return q.masked_fill(empty[:, None], 0), scale.masked_fill(empty, 1)

@@ -39,6 +39,7 @@ from funcinfer.layers.primitives.reference_prolog import (
     compose_prolog,
 )
 from funcinfer.layers.primitives.reference_quant import dynamic_quant, quant_linear
+from funcinfer.layers.primitives.reference_quant_moe import quant_expert_swiglu
 
 __all__ = [
     "add_rms_norm",
@@ -55,6 +56,7 @@ __all__ = [
     "norm_rotate_write",
     "paged_attention",
     "paged_mla_attention",
+    "quant_expert_swiglu",
     "quant_linear",
     "rms",
     "rms_norm",

@@ -91,15 +91,41 @@ def _dtype(code: int | torch.dtype | None) -> torch.dtype:
 def npu_grouped_matmul_swiglu_quant(
     x: Tensor, weight: Tensor, group_list: Tensor, weight_scale: Tensor, x_scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    name = "npu_grouped_matmul_swiglu_quant"
-    dtypes(name, (torch.int8,), x, weight)
-    require(group_list.dtype == torch.int64, f"{name}: group_list is int64 sums")
+    return *_by_groups(x, weight, weight_scale, x_scale, group_list, 0), nothing().sum()
+
+
+@emulator
+def npu_grouped_matmul_swiglu_quant_v2(
+    x: Tensor,
+    weight: list[Tensor],
+    weight_scale: list[Tensor],
+    x_scale: Tensor,
+    group_list: Tensor,
+    group_list_type: int | None,
+) -> tuple[Tensor, Tensor]:
+    name = "npu_grouped_matmul_swiglu_quant_v2"
+    require(len(weight) == len(weight_scale) == 1, f"{name}: one weight")
+    (E, K, N), wide = weight[0].shape, weight_scale[0]
+    require(1 <= E <= 1024 and K < 65536 and N <= 10240, f"{name}: {E} weights [{K}, {N}]")
+    require(K % 16 == 0 and N % 32 == 0, f"{name}: FRACTAL_NZ of [{K}, {N}]")
+    require(wide.shape == (E, N) and wide.dtype in FLOATS, f"{name}: weight_scale [E, N]")
+    require(x_scale.shape == x.shape[:1] and x_scale.dtype == torch.float32, f"{name}: x_scale [M]")
+    require(len(group_list) == E, f"{name}: a group for each weight")
+    return _by_groups(x, weight[0], wide, x_scale, group_list, group_list_type or 0)
+
+
+def _by_groups(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, x_scale: Tensor, groups: Tensor, kind: int
+) -> tuple[Tensor, Tensor]:
+    """Rows past the last group are undefined."""
+    dtypes("npu_grouped_matmul_swiglu_quant", (torch.int8,), x, weight)
+    require(groups.dtype == torch.int64, "npu_grouped_matmul_swiglu_quant: group_list is int64")
     rows = torch.full((x.shape[0], weight.shape[2]), torch.nan)
-    for e, (start, end) in enumerate(group_bounds(group_list, 0, x.shape[0])):
+    for e, (start, end) in enumerate(group_bounds(groups, kind, x.shape[0])):
         part = (x[start:end].double() @ weight[e].double()).float()
         rows[start:end] = part * weight_scale[e].float() * x_scale[start:end, None].float()
     gate, up = rows.chunk(2, -1)
-    return *_per_row(silu(gate) * up), nothing().sum()
+    return _per_row(silu(gate) * up)
 
 
 @emulator
