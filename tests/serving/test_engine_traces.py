@@ -347,6 +347,32 @@ def test_preemption_after_every_token(page_size, speculate):
     assert {i: (done.tokens, done.finish_reason) for i, done in ended.items()} == wanted
 
 
+def test_drafts_that_the_device_could_not_make_count_as_rejected():
+    """In a full pool one request's chain of drafts ends for lack of a page; the other request ends,
+    and the next row is planned with all drafts, before those that there are have been read.
+    """
+    sampling = SamplingParams(max_tokens=10, ignore_eos=True)
+    engine = Engine(
+        tiny.with_drafts(),
+        num_pages=1 + 12,
+        page_size=1,
+        speculate=3,
+        max_running=2,
+        asynchronous=True,
+        prefix_cache=False,
+        poison=True,
+    )
+    count_every_draft(engine)
+    wanted = {}
+    for prompt, most in ((tiny.piece(0, 3), 10), (tiny.piece(9, 5), 4)):
+        params = dataclasses.replace(sampling, max_tokens=most)
+        wanted[engine.add(prompt, params)] = tiny.expected(prompt, params)
+    ended = {}
+    while engine.live:
+        ended |= {done.id: done for done in engine.step()}
+    assert {i: (done.tokens, done.finish_reason) for i, done in ended.items()} == wanted
+
+
 def mixed_trace() -> list[tuple[list[int], SamplingParams]]:
     """Requests of all laws and many lengths."""
     lengths = (1, 13, 4, 9, 17, 2, 8, 5, 11)
