@@ -112,4 +112,5 @@ def abstract_batch(shape: BatchShape, rules: Rules, mesh: Mesh, *, page_size: in
         part = mesh.local_shape((size * groups, *rest), getattr(layouts, name), name)
         return torch.empty(part, dtype=torch.int32, device="meta")
 
-    return Batch(**{name: local(name) for name in sizes}, page_size=page_size)
+    tensors: dict[str, Any] = {name: local(name) for name in sizes}
+    return Batch(**tensors, page_size=page_size)
