@@ -161,10 +161,7 @@ def exact_law(prompt: list[int], sampling: SamplingParams, count: int) -> dict:
     ("verifier", "asynchronous", "num_pages"),
     [
         (TOKENWISE, False, 400),
-        (TOKENWISE, True, 400),
-        (BLOCK, False, 400),
         (BLOCK, True, 400),
-        (None, True, 400),
         (TOKENWISE, False, 80),
         (BLOCK, True, 80),
     ],

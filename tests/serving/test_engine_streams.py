@@ -174,7 +174,7 @@ def test_the_smallest_priority_runs_first():
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("steps", range(1, 7))
+@pytest.mark.parametrize("steps", [1, 2, 4])
 def test_an_abort_between_steps_disturbs_nobody(mode, steps):
     engine = engine_in(mode)
     ids = [engine.add(prompt, LONG) for prompt in PROMPTS]
@@ -195,7 +195,7 @@ def test_an_abort_between_steps_disturbs_nobody(mode, steps):
 
 
 @pytest.mark.parametrize("mode", ["scripted", *MODES])
-@pytest.mark.parametrize("when", [1, 4, 5, 6, 14])
+@pytest.mark.parametrize("when", [1, 5, 14])
 def test_a_callback_that_raises_loses_nothing_of_several_tokens(mode, when):
     seen = []
 
@@ -227,7 +227,7 @@ def test_a_callback_that_raises_loses_nothing_of_several_tokens(mode, when):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("call", range(2, 8))
+@pytest.mark.parametrize("call", [2, 5, 6])
 @pytest.mark.parametrize("before", [True, False])
 def test_a_step_that_raises_is_computed_again(mode, call, before):
     """One run of the model or of its draft module fails, before or after it has written."""
@@ -308,11 +308,11 @@ def test_preemptions_are_counted():
 
 
 @pytest.mark.parametrize("mode", ["plain", "ahead"])
-def test_300_steps_leave_nothing_behind_but_tokens(mode):
+def test_100_steps_leave_nothing_behind_but_tokens(mode):
     """Lists and what is in them grow, but no object is kept for a step or a token."""
     model = tiny.model(max_length=None)
-    engine = engine_of(model, num_pages=90, poison=False, prefix_cache=False, **MODES[mode])
-    engine.add(PROMPT, dataclasses.replace(NO_END, max_tokens=340))
+    engine = engine_of(model, num_pages=40, poison=False, prefix_cache=False, **MODES[mode])
+    engine.add(PROMPT, dataclasses.replace(NO_END, max_tokens=140))
 
     def objects() -> int:
         gc.collect()
@@ -321,7 +321,7 @@ def test_300_steps_leave_nothing_behind_but_tokens(mode):
     for _ in range(20):
         engine.step()
     before = objects()
-    for _ in range(300):
+    for _ in range(100):
         engine.step()
     assert len(engine.live) == 1
     assert objects() - before < 15

@@ -284,8 +284,8 @@ def assert_initial(engine: Engine) -> None:
         assert bool(leaf[1:].isnan().all())
 
 
-@settings(max_examples=25)
-@given(trace=st.lists(requests(), min_size=1, max_size=5), budget=st.integers(1, 12))
+@settings(max_examples=8)
+@given(trace=st.lists(requests(), min_size=1, max_size=4), budget=st.integers(1, 12))
 def test_a_step_writes_the_planned_slots_and_no_other(trace, budget):
     engine = Engine(
         tiny.alone(),
