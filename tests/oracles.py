@@ -281,3 +281,19 @@ def save(model: Any, folder: str | Path) -> Path:
     """Write `model` as a Hugging Face folder (config.json, safetensors) and return the folder."""
     model.save_pretrained(folder)
     return Path(folder)
+
+
+def read_deepseek_v3(folder: Path, **settings: Any) -> Any:
+    """transformers' DeepSeek-V3 of a folder that has a draft layer, in float32.
+
+    The class leaves out the draft layer of DeepSeek-V3 itself, which is the 61st; here it is the
+    one behind the layers that config.json counts.
+    """
+    from transformers import DeepseekV3ForCausalLM
+
+    count = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+
+    class Main(DeepseekV3ForCausalLM):
+        _keys_to_ignore_on_load_unexpected = (rf"model\.layers\.{count}\.",)
+
+    return Main.from_pretrained(folder, dtype=torch.float32, **settings)

@@ -16,6 +16,7 @@ from funcinfer.serving import verify
 from funcinfer.serving.metrics import Metrics
 from funcinfer.serving.text import Text
 from funcinfer.sharding import presets
+from tests import oracles
 from tests.test_default_model import HELD_OUT
 
 NUM_PROMPTS, COUNT = 50, 96
@@ -47,13 +48,7 @@ def plain(model: Model, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def test_plain_decoding_writes_what_transformers_writes(plain, prompts):
-    from transformers import DeepseekV3ForCausalLM
-
-    class Main(DeepseekV3ForCausalLM):
-        # The class's own pattern is that of the 61 layers of DeepSeek-V3.
-        _keys_to_ignore_on_load_unexpected = (r"model\.layers\.5\.",)
-
-    main = Main.from_pretrained(default_model(), dtype=torch.float32)
+    main = oracles.read_deepseek_v3(default_model())
     ids = torch.tensor(prompts[:8])
     settings: dict[str, Any] = dict(do_sample=False, eos_token_id=None, pad_token_id=0)
     seen = torch.ones_like(ids)  # 0 stands in the prompts

@@ -20,6 +20,7 @@ from examples.train_tiny import data, evaluate
 from funcinfer import Model
 from funcinfer.default import default_model
 from funcinfer.serving.text import Text
+from tests import oracles
 from tests.models.test_draft import run_drafts
 
 HELD_OUT = Path(__file__).with_name("kjv_held_out.txt")
@@ -37,15 +38,10 @@ def model() -> Model:
 @pytest.fixture(scope="module")
 def reference() -> tuple[Any, Any]:
     """transformers' (main model, MtpModel), both read from the folder."""
-    from transformers import DeepseekV3ForCausalLM
     from transformers.modeling_layers import MtpModel
 
-    class Main(DeepseekV3ForCausalLM):
-        # The class's own pattern is that of the 61 layers of DeepSeek-V3.
-        _keys_to_ignore_on_load_unexpected = (r"model\.layers\.5\.",)
-
     settings = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    main = Main.from_pretrained(default_model(), dtype=torch.float32, **settings)
+    main = oracles.read_deepseek_v3(default_model(), **settings)
     return main, MtpModel.from_pretrained(main)
 
 
