@@ -77,7 +77,7 @@ def propose(
     run = fns.decode_draft if decode else fns.prefill_draft
     ends = _ends(inputs, emitted)
     batch = _shifted(inputs.batch, drafting, ends, emitted)
-    laws = _Laws(inputs, emitted, rejected_S) if drawn else None
+    laws = _Laws(inputs, emitted, ends, rejected_S) if drawn else None
     drafts: list[torch.Tensor] = []
     live_B = ends.real_B
     for depth in range(inputs.drafts_BK.shape[1]):
@@ -121,9 +121,8 @@ def _shifted(batch: Batch, drafting: DraftInputs, ends: Ends, emitted: Emitted) 
     """The batch with the token that follows each; its logits are those of the ends."""
     next_T = batch.tokens[drafting.next_place_T.clamp(min=0)].long()
     next_T = torch.where(drafting.next_place_T < 0, drafting.next_token_T, next_T)
-    last_B = emitted.tokens_BL.gather(1, emitted.num_accepted_B[:, None])[:, 0]
     places_B = torch.where(ends.real_B, ends.place_B, len(next_T))  # padding goes behind the end
-    next_T = pad(next_T, (0, 1)).scatter(0, places_B, last_B.clamp(min=0))[:-1]
+    next_T = pad(next_T, (0, 1)).scatter(0, places_B, emitted.last_B.clamp(min=0))[:-1]
     return dataclasses.replace(
         batch, tokens=next_T.to(batch.tokens.dtype), out=ends.out_B.to(batch.out.dtype)
     )
@@ -168,7 +167,9 @@ def _chained(
 class _Laws:
     """Draws drafts by the temperature and the filters of their requests."""
 
-    def __init__(self, inputs: Inputs, emitted: Emitted, rejected_S: torch.Tensor) -> None:
+    def __init__(
+        self, inputs: Inputs, emitted: Emitted, ends: Ends, rejected_S: torch.Tensor
+    ) -> None:
         self.made: list[torch.Tensor] = []
         first_B = inputs.logits_BL[:, 0].clamp(max=len(inputs.slot_N) - 1)
         self.params = rows_of(inputs.params, first_B)
@@ -177,7 +178,7 @@ class _Laws:
         K = inputs.drafts_BK.shape[1]
         late_B = torch.zeros_like(first_B, dtype=torch.bool)
         if inputs.late is not None:
-            late_B = inputs.late.moves_T[_ends(inputs, emitted).place_B]
+            late_B = inputs.late.moves_T[ends.place_B]
         back_B = torch.where(late_B, rejected_S[inputs.slot_B], 0)
         j_B = K + emitted.num_accepted_B - back_B
         self.uniforms_BK = drafting.uniforms_BJK.gather(1, j_B[:, None, None].expand(-1, 1, K))[

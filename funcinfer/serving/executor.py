@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from funcinfer.serving.launch import Hints, Inputs, Launch, Sizes, make_inputs
+from funcinfer.serving.launch import Launch, Sizes, make_inputs
 from funcinfer.serving.model import Model
 from funcinfer.serving.rank_step import Law, Result, Slots, empty_slots, rank_step
 from funcinfer.sharding import axis_index
@@ -55,27 +55,25 @@ class Executor:
         device = self.model.device
         inputs = tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, inputs)
 
-        def run(params: Any, cache: Any, slots: Slots) -> tuple[Result, Any, Slots]:
-            return self._rank_step(params, cache, slots, inputs, hints, launch.decode)
-
         model = self.model
+
+        def run(params: Any, cache: Any, slots: Slots) -> tuple[Result, Any, Slots]:
+            return rank_step(
+                model.fns,
+                params,
+                cache,
+                slots,
+                inputs,
+                hints,
+                decode=launch.decode,
+                law=self.law,
+            )
+
         with torch.no_grad():
             outs = model.runner.run(run, model.shards, self.caches, self.slots)
         self.caches = [cache for _, cache, _ in outs]
         self.slots = [slots for _, _, slots in outs]
         return outs[0][0]
-
-    def _rank_step(
-        self,
-        params: Any,
-        cache: Any,
-        slots: Slots,
-        inputs: Inputs,
-        hints: Hints,
-        decode: bool,
-    ) -> tuple[Result, Any, Slots]:
-        fns = self.model.fns
-        return rank_step(fns, params, cache, slots, inputs, hints, decode=decode, law=self.law)
 
     def _fill_freed(self, launch: Launch) -> None:
         """Fill the freed pages with NaN, on the ranks of their group."""

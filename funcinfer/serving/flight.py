@@ -65,13 +65,12 @@ def _has_news(live: Live, request: Request, start: int, end: int) -> bool:
 
 class News(NamedTuple):
     """What a row brought. tokens: emitted, empty for a row that drew none; the last is -1 where
-    there was no law. drafts: what may follow. logprobs: of the tokens. first: the index in the
-    prompt of the first of prompt_logprobs.
+    there was no law. drafts: what may follow. logprobs: of the tokens. prompt_logprobs: of the
+    tokens of the prompt that the row's own tokens precede.
     """
 
     state: ScheduleState
     work: Work
-    row: Row
     tokens: list[int]
     drafts: list[int]
     logprobs: list[TokenLogprob]
@@ -113,7 +112,7 @@ class Flight:
                     given = [*row.tokens[1 : len(row.tokens) - row.num_drafts]]
                     given += [row.following] if row.draw is None else []
                     of_prompt = scores.entries(n, given, row.scored)
-                yield News(state, work, row, emitted, follow, found, of_prompt)
+                yield News(state, work, emitted, follow, found, of_prompt)
                 n = end
 
 

@@ -210,12 +210,11 @@ def _score(
 
 def _keep(slots: Slots, inputs: Inputs, emitted: Emitted, drafted: Drafted) -> Slots:
     """The slots after this launch; that of padding stays as it is."""
-    last_B1 = emitted.tokens_BL.gather(1, emitted.num_accepted_B[:, None])
     # A draft that there turned out to be none has a place all the same.
     num_drafts_B = (inputs.logits_BL < len(inputs.slot_N)).sum(-1) - 1
     rejected_B = num_drafts_B - emitted.num_accepted_B
     real_B = inputs.slot_B < len(slots.rejected_S) - 1
-    pending_BL = torch.cat([last_B1, drafted.drafts_BK], 1)
+    pending_BL = torch.cat([emitted.last_B[:, None], drafted.drafts_BK], 1)
 
     def put(kept_S: torch.Tensor, new_B: torch.Tensor) -> torch.Tensor:
         real = real_B.view(-1, *[1] * (new_B.ndim - 1))

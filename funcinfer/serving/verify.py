@@ -62,6 +62,11 @@ class Emitted(NamedTuple):
     num_accepted_B: torch.Tensor
     tokens_BL: torch.Tensor
 
+    @property
+    def last_B(self) -> torch.Tensor:
+        """The last token of each row: the one behind its accepted drafts."""
+        return self.tokens_BL.gather(1, self.num_accepted_B[:, None])[:, 0]
+
 
 Judge = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], Verdict]
 
